@@ -165,9 +165,10 @@ def write_project(
         "ttl": "1h",
         "stale_for": "1d",
         "max_rejected": 0.5,
-        # the model's vectors have nearly one direction
-        "gates": {"first": None},
     }
+    if not (view or {}).get("model"):
+        # this model's vectors have nearly one direction
+        definition["gates"] = {"first": None}
     for base, over in ((settings, project or {}), (definition, view or {})):
         base |= over
         for key in [k for k, v in base.items() if v is None]:

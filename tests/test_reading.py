@@ -20,7 +20,7 @@ from precompute.store.offline.view_store import OfflineStore, ViewStore
 from tests.faults.harness import Child, FaultScene, changed, recover, small_chunks
 from tests.fixtures import MakeProject
 from tests.jobs.test_bad_rows import VIEW as TEXTS
-from tests.scene import UNJUDGED, Scene
+from tests.scene import Scene
 from tests.store.test_history import ENTITIES, Made, build, histories
 
 DOC = (Path(__file__).parents[1] / "docs" / "reading.md").read_text(encoding="utf-8")
@@ -131,7 +131,7 @@ def run(project: Scene) -> ViewStore:
 
 
 def test_of_several_features_null_rows_and_a_key_of_two_columns(make_project: MakeProject) -> None:
-    gates = UNJUDGED | {"rows": None, "coverage": None}
+    gates = {"first": None, "rows": None, "coverage": None}
     view = TEXTS | {"entity": ["shop", "id"], "bad_rows": "null", "gates": gates}
     texts = ["a b", None, "", "d", "é e e", "b", *(f"text {i}" for i in range(20))]
 

@@ -250,7 +250,7 @@ def test_the_commands_of_the_other_documents_are_commands() -> None:
     )  # whose commands tests/test_pages.py runs
     found = re.findall(r"^\$ precompute (.+)$", text, re.MULTILINE)
     assert len(found) > 5
-    for words in map(shlex.split, found):
+    for words in (shlex.split(line, comments=True) for line in found):
         if is_here(name := command_of(words)):
             assert _parser().parse_args(words).command == name, words
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from types import SimpleNamespace
 from typing import Any
 
@@ -160,6 +161,7 @@ def refusals(
         nights,
         alike=is_alike,
         announced=dict.fromkeys(ANNOUNCED) if is_announced else {},
+        steps=_steps(nights[-1].day, today) if nights and is_partition else 1.0,
     )
     figures, verdicts = judge_rows(evidence, GATES)
     if own is not None:
@@ -168,6 +170,11 @@ def refusals(
     if live is not None and not is_announced:
         refused += _judge_rows(now, tables[live], more_is_fine=is_partition)
     return refused
+
+
+def _steps(before: str, today: str) -> float:
+    """Days between two."""
+    return float((date.fromisoformat(today) - date.fromisoformat(before)).days)
 
 
 @dataclass(frozen=True, slots=True)

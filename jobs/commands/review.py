@@ -200,8 +200,6 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 def describe_diff(found: SnapshotDiff) -> str:
     """Two snapshots beside each other, for people."""
-    from precompute.store.history.changes import shown_figure
-
     first, second = found.first, found.second
     lines = [
         f"{found.view}: snapshot {first.number} ({shown_time(first.created_at)}) beside"
@@ -239,9 +237,9 @@ def describe_diff(found: SnapshotDiff) -> str:
                 ),
             )
         )
+        # a share of nothing on both sides says nothing
         rows += [
-            ("", line.figure, shown_figure(line.first), shown_figure(line.second))
-            for line in feature.figures
+            ("", line.words, *line.shown()) for line in feature.figures if line.first or line.second
         ]
     lines += ["", *table(rows)]
     if found.worst:

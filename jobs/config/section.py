@@ -369,6 +369,8 @@ def _descriptions(section: type[Section]) -> dict[str, str]:
         for key, text in pairwise(node.body)
         if isinstance(key, ast.AnnAssign)
         and isinstance(key.target, ast.Name)
+        # none of a class's own variables, as of an open section
+        and key.target.id in section.model_fields
         and isinstance(text, ast.Expr)
     }
 

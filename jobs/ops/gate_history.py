@@ -1,5 +1,5 @@
 """Gate history: the figures that a snapshot was judged by, each with its limits, and what it was in
-the nights before.
+the nights before; and those of two snapshots side by side.
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ from precompute.store.offline.snapshot import Snapshot, Verdict
 from precompute.store.offline.view_store import ViewStore
 
 REFUSED, WARNED = "refused", "warned"
-_NOT_BY_NIGHTS = ("computed", "anchor", "bounds")
-"""Gates whose figures are of other rows than the snapshot's, or have no history."""
+_BY_NIGHTS = {*TABLE} - {"computed", "anchor", "bounds"}
+"""Gates of the table but those whose figures are of other rows than the snapshot's, or have no
+history."""
+_UNJUDGED = {"mean": "mean", "p01": "1st percentile", "p99": "99th percentile"}
+"""Figures that no gate judges, in words."""
 
 
 class GateFigure(NamedTuple):
@@ -212,26 +215,55 @@ def nights_learned(store: ViewStore, snapshot: Snapshot) -> int:
     return min(MOST_NIGHTS, sum(not night.announced for night in nights))
 
 
+class Beside(NamedTuple):
+    """One figure of a feature, ``words`` for it, and its values in two snapshots; None where it is
+    not known."""
+
+    figure: str
+    words: str
+    first: float | None
+    second: float | None
+
+    def shown(self) -> tuple[str, str]:
+        """Both values in a few letters."""
+        one, two = ("–" if value is None else f"{value:.4g}" for value in (self.first, self.second))
+        return one, two
+
+
+def beside(feature: Feature, first: Snapshot, second: Snapshot) -> list[Beside]:
+    """The figures of a feature in two snapshots, each of the rows that were looked at when it was
+    judged; but for those by key, which are of other pairs."""
+    found = []
+    for figure, words in _words(feature).items():
+        one, two = (of.quality.get(f"{feature.name}.{figure}") for of in (first, second))
+        if not figure.startswith("moved.") and (one, two) != (None, None):
+            found.append(Beside(figure, words, one, two))
+    return found
+
+
+def _words(feature: Feature) -> dict[str, str]:
+    """Figure → words, of those that people see of a feature, in the order of the table."""
+    found: dict[str, str] = {}
+    for one in (*CHECKS, *FIRST):
+        if kind_of(feature) in one.kinds:
+            found.setdefault(one.figure, one.words)
+    return found | _UNJUDGED
+
+
 def _figures(
     feature: Feature, snapshot: Snapshot, nights: Sequence[Night], limits: Mapping[str, Limits]
 ) -> list[GateFigure]:
     """Those of a feature that gates judge, in the order of the table."""
     gates: dict[str, list[str]] = {}
-    words: dict[str, str] = {}
-    for check in CHECKS:
-        if kind_of(feature) in check.kinds:
-            gates.setdefault(check.figure, []).append(check.gate)
-            words.setdefault(check.figure, check.words)
-    for bound in FIRST if not nights else ():
-        if kind_of(feature) in bound.kinds:
-            gates.setdefault(bound.figure, []).append("first")
-            words.setdefault(bound.figure, bound.words)
+    for one in (*CHECKS, *(() if nights else FIRST)):
+        if kind_of(feature) in one.kinds:
+            gates.setdefault(one.figure, []).append(one.gate)
     states: dict[str, str] = {}
-    for one in snapshot.gates:
-        if one.gate in TABLE and one.gate not in _NOT_BY_NIGHTS and (one.warned or not one.passed):
-            state = WARNED if one.passed else REFUSED
-            states |= {name: state for name in one.figures if states.get(name) != REFUSED}
-    found = []
+    for told in snapshot.gates:
+        if told.gate in _BY_NIGHTS and (told.warned or not told.passed):
+            state = WARNED if told.passed else REFUSED
+            states |= {name: state for name in told.figures if states.get(name) != REFUSED}
+    found, words = [], _words(feature)
     for figure, of in gates.items():
         name = f"{feature.name}.{figure}"
         value = snapshot.quality.get(name)

@@ -20,6 +20,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 
 from precompute.jobs.config.project import Project
+from precompute.jobs.ops.gate_history import Beside, beside
 from precompute.jobs.ops.retention import list_snapshots
 from precompute.jobs.run.report import with_real_status
 from precompute.sources.sized_batches import cut
@@ -27,7 +28,7 @@ from precompute.store.disk.durable_file import disk_message, replacing
 from precompute.store.errors import ConfigError, SnapshotError
 from precompute.store.feature_view import Feature
 from precompute.store.history import snapshot_at
-from precompute.store.history.changes import Beside, Joined, beside, joined_rows
+from precompute.store.history.changes import Joined, joined_rows
 from precompute.store.offline.log import Event
 from precompute.store.offline.runs import Report
 from precompute.store.offline.selection import reading_file
@@ -369,9 +370,8 @@ def _add(found: SnapshotDiff, features: list[Feature], joined: Joined) -> int:
     )
     off = np.zeros((len(features), len(keys)))
     for number, feature in enumerate(features):
-        off[number] = off_by(
-            feature, first.column(number), second.column(number), _spread(found.first, feature)
-        )
+        spread = found.first.quality.get(f"{feature.name}.spread")
+        off[number] = off_by(feature, first.column(number), second.column(number), spread)
         of = found.features[feature.name]
         of.changed += int((off[number] > 0).sum())
         of.total += float(off[number].sum())
@@ -402,12 +402,6 @@ def _note_worst(
                 WorstRow(float(furthest[row]), keys[row].as_py(), features[number].name, *values)
             )
     found.worst = heapq.nlargest(WORST, found.worst)
-
-
-def _spread(snapshot: Snapshot, feature: Feature) -> float | None:
-    """Standard deviation of a number's values; None where it is not known, or nothing."""
-    figures = None if snapshot.figures is None else snapshot.figures.values.get(feature.name)
-    return None if figures is None or not figures.spread else figures.spread
 
 
 def off_by(

@@ -609,10 +609,12 @@ def _judge_draft(
 def _end_journals(store: ViewStore, draft: Snapshot, snapshot: Snapshot, report: Report) -> None:
     """Note how much a run wrote, and remove the journals of those whose chunks it committed."""
     files = () if snapshot.own is None else snapshot.own.files
-    beside = () if snapshot.rejected is None else (snapshot.rejected,)
-    report.usage.written_bytes = sum(file.size_bytes for file in (*files, *beside))
-    own = () if draft.own is None else draft.own.parts
-    took_over = {Path(part.path).parent.name for part in (*own, *snapshot.parts)}
+    beside = (snapshot.rejected, snapshot.nights, *snapshot.anchors)
+    # rows of the nights before are their runs' files
+    own = [one for one in beside if one is not None and Path(one.path).parent.name == snapshot.run]
+    report.usage.written_bytes = sum(file.size_bytes for file in (*files, *own))
+    computed = () if draft.own is None else draft.own.parts
+    took_over = {Path(part.path).parent.name for part in (*computed, *snapshot.parts)}
     attempts = attempts_of(store, report) if "shards" in report.engine else []
     for run in {report.run, *took_over, *attempts}:
         store.journals.end(run)

@@ -308,6 +308,12 @@ def noise_of(name: str) -> float:
     )
 
 
+def first_of(differs: Mapping[str, str]) -> str:
+    """The end of a message on rows that are not the same values: the first of key → what differs;
+    empty of none."""
+    return "; the first, {!r}: {}".format(*next(iter(differs.items()))) if differs else ""
+
+
 def differing(
     stored: pa.Table, computed: pa.Table, view: FeatureView, precision: str | None
 ) -> dict[int, str]:

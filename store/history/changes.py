@@ -1,6 +1,6 @@
-"""Changes: how a snapshot differs from another one, row by row; how
-the newest rows of several partitions differ from those that are served; and any two snapshots
-compared, rows by key in DuckDB, and the figures of each feature."""
+"""Changes: how a snapshot differs from another one, row by row; how the newest rows of several
+partitions differ from those that are served; and any two snapshots compared, rows by key in DuckDB.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from precompute.store.disk.sql import VECTOR_ROWS, SpillFolder, open_duckdb, par
 from precompute.store.feature_view import Feature
 from precompute.store.history.versions import Tables, key_kinds, key_names, reading, tables_at
 from precompute.store.keys import key_column
-from precompute.store.offline.row_figures import RowFigures, ValueFigures, VectorFigures, distance
 from precompute.store.offline.segment import (
     KILLS_SCHEMA,
     Part,
@@ -548,92 +547,3 @@ def readable(kind: pa.DataType) -> pa.DataType:
     if pa.types.is_list(kind):
         return pa.list_(readable(kind.value_type))
     return pa.float32() if pa.types.is_float16(kind) else kind
-
-
-# ---- Feature figures: what is counted of each feature of a snapshot, by name, so that two
-# stand side by side.
-
-
-_SHARES = {"p1": 0.01, "median": 0.5, "p99": 0.99}
-
-
-class Beside(NamedTuple):
-    """One figure of a feature in two snapshots; None where it is not known."""
-
-    figure: str
-    first: float | str | None
-    second: float | str | None
-
-
-def beside(feature: Feature, first: Snapshot, second: Snapshot) -> list[Beside]:
-    """The figures of a feature in two snapshots, as they were counted when these were judged."""
-    one, two = (figures_of(feature, snapshot) for snapshot in (first, second))
-    lines = [Beside(name, one.get(name), two.get(name)) for name in dict.fromkeys((*one, *two))]
-    moved = moved_by(feature, first, second)
-    return lines + ([] if moved is None else [Beside("moved by", None, moved)])
-
-
-def figures_of(feature: Feature, snapshot: Snapshot) -> dict[str, float | str]:
-    """Name → figure; empty where nothing was counted."""
-    figures = snapshot.figures
-    if figures is None or not any(f.name == feature.name for f in snapshot.view.features):
-        return {}
-    found: dict[str, float | str] = {"nulls": figures.nulls_of_all(feature.name)}
-    if feature.name in figures.vectors:
-        found["zero vectors"] = figures.zeros.get(feature.name, 0)
-        return found | _of_vectors(figures.vectors[feature.name])
-    return found | (
-        _of_values(feature, figures.values[feature.name]) if feature.name in figures.values else {}
-    )
-
-
-def _of_vectors(vectors: VectorFigures) -> dict[str, float | str]:
-    lengths = vectors.norm_quantiles([*_SHARES.values()])
-    found: dict[str, float | str] = {"mean length": vectors.mean_norm}
-    return found | {f"length {name}": value for name, value in zip(_SHARES, lengths, strict=True)}
-
-
-def _of_values(feature: Feature, values: ValueFigures) -> dict[str, float | str]:
-    found: dict[str, float | str] = {"distinct": values.distinct}
-    if values.buckets and feature.dtype != "bool":
-        found |= {"mean": values.mean, "spread": values.spread, "zero": values.zero}
-        found |= dict(zip(_SHARES, values.quantiles([*_SHARES.values()]), strict=True))
-    if feature.max_items is not None or feature.dtype == "string":
-        found["empty"] = values.empty
-    if feature.max_items is not None and values.rows:
-        found["mean items"] = values.items / values.rows
-    if values.common:
-        value, times = max(values.common.items(), key=lambda item: item[1])
-        found["commonest"] = f"{value} ({times / max(values.looked_at, 1):.1%})"
-    return found
-
-
-def shown_figure(value: float | str | None) -> str:
-    """A figure for people, in a few letters."""
-    if value is None:
-        return "–"
-    return (
-        value
-        if isinstance(value, str)
-        else f"{value:,}"
-        if isinstance(value, int)
-        else f"{value:.4g}"
-    )
-
-
-def buckets_of(feature: Feature, figures: RowFigures | None) -> Mapping[int, int]:
-    """Bucket → rows of what is plotted of a feature: numbers; lengths of texts and lists; squared
-    lengths of vectors."""
-    if figures is None:
-        return {}
-    if feature.name in figures.vectors:
-        return figures.vectors[feature.name].norms
-    values = figures.values.get(feature.name, ValueFigures())
-    return values.buckets or values.lengths
-
-
-def moved_by(feature: Feature, first: Snapshot, second: Snapshot) -> float | None:
-    """How far apart a feature's values are in two snapshots: the Kolmogorov–Smirnov distance, from
-    0 to 1; None where nothing was counted."""
-    buckets = [buckets_of(feature, snapshot.figures) for snapshot in (first, second)]
-    return distance(*buckets) if all(buckets) else None

@@ -30,7 +30,6 @@ from precompute.store.disk.record import (
 from precompute.store.disk.storage import storage_of
 from precompute.store.errors import SnapshotError
 from precompute.store.feature_view import FeatureView, LibraryCheck, Substitute
-from precompute.store.offline.row_figures import RowFigures
 from precompute.store.offline.segment import Part, Segment, record_path
 
 NEIGHBOURS = "neighbours"
@@ -157,9 +156,6 @@ class Snapshot(Record, frozen=True):
     week."""
     announced: str = ""
     """Why its figures tell nothing of what is usual, and who announced it; empty of an ordinary
-    one."""
-    figures: RowFigures | None = None
-    """Counted of the rows that a reader sees: of those of their sample what is not counted one by
     one."""
     gates: tuple[Verdict, ...] = ()
     substitute: Substitute | None = None

@@ -3,12 +3,14 @@ as pip would."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -39,6 +41,42 @@ def house(
     )
     yield without, copy
     shutil.rmtree(copy)
+
+
+EACH = """
+import contextlib, io, json, sys
+from precompute.jobs.cli import main
+said = []
+for command in json.loads(sys.argv[1]):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = main(command)
+    said.append((status, out.getvalue(), err.getvalue()))
+print(json.dumps(said))
+"""
+
+
+class Said(NamedTuple):
+    """What a command answered."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def called_each(house: Path, *commands: Sequence[str], folder: Path) -> Iterator[Said]:
+    """``precompute`` of that copy with some commands, one after the other in one process of its
+    own: most of what a command takes is to begin."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", EACH, json.dumps(commands)],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": f"{house}:{REPOSITORY}"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return (Said(*said) for said in json.loads(done.stdout))
 
 
 def called(house: Path, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -91,21 +129,27 @@ sys.exit(main(["-c", sys.argv[1], "serve"]))
 def weeks(first: Path, house: Path, folder: Path) -> None:
     """A week, and a service, of the project in ``folder``, with ``first`` before all else on the
     path; ``house`` is where ``precompute`` is found."""
-    environment = os.environ | {
-        "PYTHONPATH": f"{first}:{REPOSITORY}",
-        "PRECOMPUTE_SERVE__BIND": "127.0.0.1:0",
-    }
-    for code in (WEEK, SERVES):
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", code, str(folder), str(house)],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=100,
-        )
-        assert done.returncode == 0, done.stderr
-        assert "Traceback" not in done.stderr
+    week(first, house, folder)
+    _ended_well(SERVES, first, house, folder)
     assert b'"double":2.0' in (folder / "answer").read_bytes()
+
+
+def week(first: Path, house: Path, folder: Path) -> None:
+    """A week alone, without a service."""
+    _ended_well(WEEK, first, house, folder)
+
+
+def _ended_well(code: str, first: Path, house: Path, folder: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code, str(folder), str(house)],
+        env=os.environ
+        | {"PYTHONPATH": f"{first}:{REPOSITORY}", "PRECOMPUTE_SERVE__BIND": "127.0.0.1:0"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def without_each_of(*opened: str) -> pytest.MarkDecorator:

@@ -14,7 +14,7 @@ import yaml
 
 from precompute.store.doors import KNOWN
 from tests import REPOSITORY
-from tests.doors.conftest import SERVES, Install, called, names_of, without_each_of
+from tests.doors.conftest import SERVES, Install, called, called_each, names_of, without_each_of
 from tests.server import make_folder
 
 
@@ -55,16 +55,20 @@ def write_key(path: Path, name: str, value: Any) -> str:
 @without_each_of("project key", "view key")
 def test_its_keys_say_in_a_line_what_they_lack(house: tuple[str, Path], tmp_path: Path) -> None:
     without, copy = house
+    expected, commands = [], []
     for door, file in KEYS.items():
         for name in names_of(without, door):
-            make_folder(tmp_path, {"numbers": {}})
-            where = write_key(tmp_path / file, name, {})
-            done = called(copy, "run", "numbers", folder=tmp_path)
-            assert (done.returncode, done.stdout) == (2, "")
-            (line,) = done.stderr.splitlines()
-            assert (
-                f"{where}{door} {name!r} comes with the plug-in {KNOWN[door][name].power}" in line
+            folder = tmp_path / name
+            make_folder(folder, {"numbers": {}})
+            where = write_key(folder / file, name, {})
+            expected.append(
+                f"{where}{door} {name!r} comes with the plug-in {KNOWN[door][name].power}"
             )
+            commands.append(("-c", str(folder), "run", "numbers"))
+    for said, done in zip(expected, called_each(copy, *commands, folder=tmp_path), strict=True):
+        assert (done.returncode, done.stdout) == (2, "")
+        (line,) = done.stderr.splitlines()
+        assert said in line
 
 
 @without_each_of("snapshots", "followers")
@@ -181,25 +185,28 @@ def package(install: Install) -> Path:
 
 
 def test_another_packages_keys_are_keys_like_ours(package: Path, tmp_path: Path) -> None:
-    def wrong(file: str, key: str, value: Any) -> str:
-        make_folder(tmp_path, {"numbers": {}})
-        where = write_key(tmp_path / file, key, value)
-        done = called(package, "run", "numbers", folder=tmp_path)
-        (line,) = done.stderr.splitlines()
-        assert where in line
-        return line.partition(where)[2]
-
-    assert wrong("project.yaml", "archive", 5) == "5: write a list, as in [a, b]"
-    assert wrong("project.yaml", "archive", ["nobody"]) == "no view 'nobody'"
-    assert wrong("project.yaml", "archiv", []) == "unknown key; did you mean 'archive'?"
-    assert wrong("views/numbers.yaml", "glossary", 5) == "5: write keys and values"
     taken = (
         "answers have a column 'double' of their own then; call the feature or key something else"
     )
-    assert wrong("views/numbers.yaml", "glossary", {"double": 1}) == taken
-    near = wrong("project.yaml", "engine.on", "host")
-    assert near.startswith("'host' is not one of local, elsewhere, ")
-    assert near.endswith("hosts; did you mean 'hosts'?")
+    wrong: list[tuple[str, str, Any, str]] = [
+        ("project.yaml", "archive", 5, "5: write a list, as in [a, b]"),
+        ("project.yaml", "archive", ["nobody"], "no view 'nobody'"),
+        ("project.yaml", "archiv", [], "unknown key; did you mean 'archive'?"),
+        ("views/numbers.yaml", "glossary", 5, "5: write keys and values"),
+        ("views/numbers.yaml", "glossary", {"double": 1}, taken),
+        ("project.yaml", "engine.on", "host", "'host' is not one of local, elsewhere, "),
+    ]
+    expected, commands = [], []
+    for number, (file, key, value, said) in enumerate(wrong):
+        folder = tmp_path / str(number)
+        make_folder(folder, {"numbers": {}})
+        expected.append(f"{write_key(folder / file, key, value)}{said}")
+        commands.append(("-c", str(folder), "run", "numbers"))
+    lines = [done.stderr for done in called_each(package, *commands, folder=tmp_path)]
+    *exact, near = zip(expected, lines, strict=True)
+    assert all(line.endswith(f"{said}\n") and line.count("\n") == 1 for said, line in exact), lines
+    assert near[0] in near[1]
+    assert near[1].endswith("hosts; did you mean 'hosts'?\n")
     make_folder(tmp_path, {"numbers": {}})
     write_key(tmp_path / "project.yaml", "archive", ["numbers"])
     (line,) = called(package, "run", "numbers", folder=tmp_path).stderr.splitlines()

@@ -12,7 +12,7 @@ import yaml
 
 from precompute.store.doors import COMMANDS, KNOWN, MODELS
 from tests import REPOSITORY
-from tests.doors.conftest import EVERY, Install, called, names_of, without_each_of
+from tests.doors.conftest import EVERY, Install, called, called_each, names_of, without_each_of
 from tests.server import make_folder
 
 
@@ -24,35 +24,36 @@ def test_its_models_say_so_at_the_key_that_names_one(
     without, copy = house
     has_init = COMMANDS.is_here("init") and without not in (EVERY, KNOWN["command"]["init"].power)
     absent = names_of(without, "model")
-    for name in absent[:1]:
-        make_folder(tmp_path, {"numbers": {"model": {"use": name, "args": {"path": "./file"}}}})
-        done = called(copy, "validate", "numbers", folder=tmp_path)
-        assert (done.returncode, done.stderr) == (2, "")
-        (line,) = done.stdout.splitlines()
-        power = KNOWN["model"][name].power
-        said = (
-            rf"numbers\.yaml:\d+: model\.use: model '{name}' comes with the plug-in {power}, which"
-        )
-        assert re.search(said, line), line
-        if not has_init:
-            continue
-        (tmp_path / "rows.csv").write_text("id,x\n1,2\n")
-        given = ("--from", "rows.csv", "--model", "rows.csv")
-        done = called(copy, "init", "new", *given, folder=tmp_path)
-        assert (done.returncode, done.stdout) == (2, "")
-        (line,) = done.stderr.splitlines()
-        listed = [one for one in KNOWN["model"] if one in absent or not MODELS.is_here(one)]
-        assert f"; {', '.join(listed)} have no plug-in here, and their files are not known" in line
-        done = called(copy, "init", "new", "--template", name, folder=tmp_path)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert f"model '{name}' comes with the plug-in {power}, which is" in done.stderr
-        if "lightgbm" in absent:
-            done = called(copy, "init", "new", "--template", "model", folder=tmp_path)
-            (line,) = done.stderr.splitlines()
-            assert "--template model: model 'lightgbm' comes with the plug-in trees, which" in line
-            assert line.endswith(
-                "or give a model's file and rows for it (--model FILE --from FILE)"
-            )
+    name, power = absent[0], KNOWN["model"][absent[0]].power
+    make_folder(tmp_path, {"numbers": {"model": {"use": name, "args": {"path": "./file"}}}})
+    (tmp_path / "rows.csv").write_text("id,x\n1,2\n")
+    new = ("-c", str(tmp_path), "init", "new")
+    initial = [
+        (*new, "--from", "rows.csv", "--model", "rows.csv"),
+        *[
+            (*new, "--template", one)
+            for one in (name, "model")
+            if one == name or "lightgbm" in absent
+        ],
+    ]
+    commands = [("-c", str(tmp_path), "validate", "numbers"), *(initial if has_init else ())]
+    validated, *said = called_each(copy, *commands, folder=tmp_path)
+    assert (validated.returncode, validated.stderr) == (2, "")
+    (line,) = validated.stdout.splitlines()
+    at_key = rf"numbers\.yaml:\d+: model\.use: model '{name}' comes with the plug-in {power}, which"
+    assert re.search(at_key, line), line
+    if not has_init:
+        return
+    assert {(done.returncode, done.stdout) for done in said} == {(2, "")}
+    of_file, of_template, *of_model = (done.stderr for done in said)
+    (line,) = of_file.splitlines()
+    listed = [one for one in KNOWN["model"] if one in absent or not MODELS.is_here(one)]
+    assert f"; {', '.join(listed)} have no plug-in here, and their files are not known" in line
+    assert f"model '{name}' comes with the plug-in {power}, which is" in of_template
+    if "lightgbm" in absent:
+        (line,) = of_model[0].splitlines()
+        assert "--template model: model 'lightgbm' comes with the plug-in trees, which" in line
+        assert line.endswith("or give a model's file and rows for it (--model FILE --from FILE)")
 
 
 def test_what_asks_all_models_about_a_file_imports_no_torch() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from tests.doors.conftest import Install, called
-from tests.scene import UNJUDGED
 from tests.server import make_folder, write_numbers
 
 DICE = """
@@ -115,7 +114,7 @@ def package(install: Install) -> Path:
 def test_another_packages_model_computes_misses(package: Path, tmp_path: Path) -> None:
     def have(pips: int) -> None:
         fallback = {"enabled": True, "deadline": "20s", "dice": pips}
-        few = UNJUDGED | {"rows": None}
+        few = {"first": None, "rows": None}
         make_folder(tmp_path, {"numbers": {"fallback": fallback, "gates": few, "index": None}})
 
     def said(*arguments: str) -> list[str]:

@@ -202,7 +202,7 @@ class FaultScene:
         gates = dict.fromkeys(
             name
             for name in GATES
-            if name not in ("accuracy", "batch", "library", "rejected", "coverage")
+            if name not in ("accuracy", "batch", "library", "rejected", "coverage", "bounds")
         )
         retention = {"keep": 1, "grace": "0s"}
         settings = {
@@ -568,7 +568,10 @@ def check_no_orphans(scene: FaultScene) -> None:
     named = {
         part.path
         for s in snapshots
-        for part in (*s.files, s.rejected, *(one.record for one in s.segments))
+        for part in (
+            *(*s.files, s.rejected, s.nights, *s.anchors),
+            *(one.record for one in s.segments),
+        )
         if part is not None
     }
     folder = scene.view_folder

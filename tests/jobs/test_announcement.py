@@ -136,7 +136,7 @@ def with_gates(project: Scene, gates: str) -> ViewConfig:
 def test_what_a_view_says_of_its_gates_is_checked_when_it_is_read(
     make_project: MakeProject,
 ) -> None:
-    project = make_project(view={"features": KINDS})
+    project = make_project(view={"features": KINDS, "gates": None})
     for gates, message in BOUNDS.items():
         with pytest.raises(ConfigError) as raised:
             with_gates(project, gates)

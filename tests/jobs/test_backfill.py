@@ -35,7 +35,7 @@ from precompute.store.times import Partition, containing
 from precompute.workers.process import ChildProcess
 from tests import REPOSITORY
 from tests.fixtures import MakeProject
-from tests.scene import UNJUDGED, Scene
+from tests.scene import Scene
 from tests.server import eventually
 
 KEYS = (1, 2, 3)
@@ -124,7 +124,6 @@ def daily(make_project: MakeProject, tmp_path: Path) -> MakeDaily:
             "model": {"use": "gated_model:Gated", "args": {"path": str(tmp_path / "gate"), **args}},
             "partition": {"by": "day", "column": "day", "start": "2024-01-01"},
             "max_rejected": 0.4,
-            "gates": UNJUDGED,
         }
         return make_project(table if rows else None, view=settings | (view or {}))
 
@@ -688,11 +687,10 @@ MEASURED = {
     ("had", "requested"),
     [
         (1, {"publish": False}),
-        (1, {}),
         (1, {"max_active": 2, "backwards": True, "killed": True}),
-        (None, {"max_active": 3}),
+        (None, {}),
     ],
-    ids=["nothing goes live", "one by one", "backwards and killed", "nothing was live"],
+    ids=["nothing goes live", "backwards and killed", "one by one, and nothing was live"],
 )
 def test_verdicts_do_not_depend_on_the_clock(
     daily: MakeDaily,

@@ -18,7 +18,7 @@ from precompute.store.errors import ModelError, PrecomputeError, RejectedError, 
 from precompute.store.offline.runs import Report
 from tests.fixtures import MakeProject
 from tests.models import raised_at
-from tests.scene import UNJUDGED, Scene
+from tests.scene import Scene
 
 HERE = "tests.jobs.test_bad_rows"
 NAMES = ("length", "vector", "words", "note")
@@ -100,7 +100,7 @@ MISSHAPEN = {
     "model": {"use": f"{HERE}:Misshapen"},
     "features": {"vector": {"dtype": "float32", "dim": 4}},
     "max_rejected": 0.5,
-    "gates": UNJUDGED | {"parity": None},
+    "gates": {"first": None, "parity": None},
 }
 BAD_KEYS = [*Misshapen.BAD, 23]
 
@@ -152,7 +152,8 @@ VIEW: dict[str, Any] = {
         "note": {"dtype": "string"},
     },
     "index": {"on": "vector", "metric": "l2"},
-    "gates": UNJUDGED,
+    # a vector's dimensions are constant but for one, and nearly all have one direction
+    "gates": {"first": None},
 }
 MIXED: Rows = {1: "a b", 2: None, 3: "", 4: "boom", 5: "nan", 6: "d", 7: "ee e", 8: "b"}
 """Four rows with a value, two unusable ones, and two that cannot be computed whatever the
@@ -316,7 +317,8 @@ def test_null_counts_nothing_against_max_rejected_but_coverage_does(
     last = project.report()
     assert (last.counts["unchanged"], last.counts["nulls"]) == (30, 4)
     assert (
-        make(many, bad_rows="null", gates=UNJUDGED | {"coverage": 0.8}).run().counts["nulls"] == 4
+        make(many, bad_rows="null", gates={"first": None, "coverage": 0.8}).run().counts["nulls"]
+        == 4
     )
 
 
@@ -487,7 +489,7 @@ def test_compaction_copies_null_rows(make: Make) -> None:
     rows: Rows = {i: "d" * i for i in range(1, 9)} | {9: None}
     make(rows, bad_rows="null").run()
     rows |= {i: "e" * i for i in range(1, 6)}
-    project = make(rows, bad_rows="null", gates=UNJUDGED)
+    project = make(rows, bad_rows="null")
     report = project.run()
     assert project.snapshot_of(report).kind == "full"
     assert report.counts["unchanged"] == 4
@@ -505,31 +507,39 @@ def test_gates_measure_vectors_that_are_there(make: Make) -> None:
     changed = rows | {1: None, 41: "d" * 41}
     project = make(changed, bad_rows="null")
     quality = project.snapshot_of(project.run()).quality
-    now = np.array([features(text)["vector"] for text in changed.values() if text], np.float64)
-    before = np.linalg.norm(
-        [features(text)["vector"] for text in rows.values() if text], axis=1
-    ).mean()
-    assert {name: value for name, value in quality.items() if "." not in name} == pytest.approx(
+    vectors = np.array([features(text)["vector"] for text in changed.values() if text])
+    norms = np.linalg.norm(vectors, axis=1)
+    cosines = (vectors / norms[:, None]) @ (vectors / norms[:, None]).T
+    assert {
+        name: value
+        for name, value in quality.items()
+        if "." not in name or name.startswith("vector.")
+    } == pytest.approx(
         {
             "nulls": 10.0,
-            "rows": 0.0,
             "rejected": 0.0,
             "coverage": 40 / 50,
             "finite": 0.0,
-            "zero": 0.0,
-            "duplicates": 0.0,
-            "norm": np.linalg.norm(now, axis=1).mean() / before - 1,
-            "drift": 1.0,
-            "moved": 0.0,
+            "contract": 0.0,
+            "vector.null": 0.0,
+            "vector.not_finite": 0.0,
+            "vector.zero": 0.0,
+            "vector.common": 1 / 40,
+            "vector.repeated": 0.0,
+            "vector.dead": 3 / 4,
+            "vector.cosine": cosines[~np.eye(40, dtype=bool)].mean(),
+            "vector.moved.cosine05": 1.0,
+            "vector.moved.cosine50": 1.0,
+            "vector.moved.turned": 0.0,
         }
-        | {name: quality[name] for name in ("empty", "constant", "contract", "mass", "shift")}
+        | {f"vector.norm.p{q:02}": np.percentile(norms, q) for q in (1, 5, 25, 50, 75, 95, 99)}
     )
 
 
 def test_gates_of_a_snapshot_without_a_single_vector(
     make: Make, open_lookup: Callable[[Scene], Lookup]
 ) -> None:
-    gates = {"gates": UNJUDGED | {"coverage": None, "rows": None}}
+    gates = {"gates": {"first": None, "coverage": None, "rows": None}}
     rows: Rows = dict.fromkeys(range(1, 31))
     project = make(rows, bad_rows="null", **gates)
     report = project.run()
@@ -651,7 +661,7 @@ def test_parity_notices_a_null_where_the_fallback_has_a_value(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows: Rows = {i: "d" * i for i in range(1, 31)}
-    off = UNJUDGED | {"coverage": None, "parity": 0.5}
+    off = {"first": None, "coverage": None, "parity": 0.5}
     project = make(rows, bad_rows="null", gates=off, **FALLBACK)
     usable = Texts.unusable
     asked: list[int] = []

@@ -14,11 +14,10 @@ from precompute.jobs.ops.chain import made_from
 from precompute.store.disk import crashpoint
 from tests import REPOSITORY
 from tests.fixtures import MakeProject
-from tests.scene import UNJUDGED, Scene
+from tests.scene import Scene
 
 Captured = pytest.CaptureFixture[str]
 KEYS = (1, 2, 3)
-GATES = UNJUDGED | {"rows": None}
 
 
 def of(view: str | None) -> dict[str, Any]:
@@ -30,14 +29,12 @@ def of(view: str | None) -> dict[str, Any]:
         "model": {"use": "tests.models:Doubler"},
         "features": {"double": {"dtype": "float64"}, "vector": {"dtype": "float32", "dim": 4}},
         "ttl": "1h",
-        "gates": GATES,
     }
 
 
 def make(make_project: MakeProject, factor: float) -> Scene:
     return make_project(
         [(key, key * factor) for key in KEYS],
-        view={"gates": GATES},
         views={"doubled": of("numbers"), "again": of("doubled"), "alone": of(None)},
     )
 

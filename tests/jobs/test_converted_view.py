@@ -38,7 +38,7 @@ from precompute.techniques.accuracy import compare
 from precompute.techniques.conversion import PROOF_ROWS, proof_rows
 from precompute.techniques.machine import has_bf16
 from tests.fixtures import MakeProject
-from tests.scene import UNJUDGED, Scene, values_of
+from tests.scene import Scene, values_of
 
 HERE = "tests.jobs.test_converted_view"
 ROWS = [(i, 1 + i / 100) for i in range(120)]
@@ -98,7 +98,7 @@ def torch_project(
     view = dict(view or {})
     chosen = {key: view.pop(key) for key in ("precision", "backend", "concurrent") if key in view}
     view.setdefault("model", torch_model(module, **chosen))
-    view.setdefault("gates", UNJUDGED)  # bfloat16 makes equal vectors of nearly equal ones
+    view.setdefault("gates", {"first": None})  # its vectors have nearly one direction
     project = make_project(rows, view=view, **options)
     state = {"linear.weight": torch.ones(4, 1), "linear.bias": torch.arange(4.0)}
     save_file(state, project.folder / "doubler.safetensors")
@@ -568,7 +568,7 @@ def test_an_inaccurate_precision_is_computed_where_accepted(make_project: MakePr
     view = {"precision": "bf16"}
     project = torch_project(make_project, ROWS, view=view)
     assert project.cli("run", "numbers") == 3
-    assert project.cli("run", "numbers", "--accept", "drift") == 3
+    assert project.cli("run", "numbers", "--accept", "shape") == 3
     store = project.offline
     assert store.view("numbers").numbers() == []
     assert project.cli("run", "numbers", "--accept", "accuracy") == 0
@@ -674,7 +674,7 @@ def computed(project: Scene, fallback: ViewFallback, view: str, key: str) -> dic
 
 
 def test_the_fallback_computes_in_the_precision_of_each_snapshot(make_project: MakeProject) -> None:
-    on = {"accuracy": LOOSE, "gates": UNJUDGED, "fallback": {"enabled": True}}
+    on = {"accuracy": LOOSE, "gates": {"first": None}, "fallback": {"enabled": True}}
     plain = torch_project(make_project, ROWS, view=on)
     shared = {
         "entity": ["id"],

@@ -225,7 +225,7 @@ MORE = (
     *(("log", "numbers"), ("export", "numbers", "--to", "x.parquet"), ("profile", "numbers")),
     ("training", "both", "data.parquet", "--to", "x.parquet"),
     *(("doctor",), ("optimize", "numbers"), ("tune", "numbers"), ("plan", "numbers")),
-    ("report", "numbers"),
+    *(("report", "numbers"), ("gates", "numbers")),
 )
 BESIDE = {"graph", "schema", "completion", "token", "init", "new"}
 """Commands that neither read nor write anything of a view."""

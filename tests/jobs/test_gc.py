@@ -28,7 +28,7 @@ from precompute.store.offline.log import PUBLISH_LEASE, run_lease
 from tests import REPOSITORY
 from tests.fixtures import MakeProject, Prepared
 from tests.jobs.test_run_all import view as doubled
-from tests.scene import UNJUDGED, Scene
+from tests.scene import Scene
 
 LATER = 10.0**6
 """Seconds: past every grace."""
@@ -43,7 +43,8 @@ def make(
     **view: Any,
 ) -> Scene:
     retention = {"retention": {"keep": keep, "grace": grace}}
-    return make_project(rows, view={"gates": {"rows": None}} | view, project=retention)
+    gates = {"rows": None, "first": None}
+    return make_project(rows, view={"gates": gates} | view, project=retention)
 
 
 def published(make_project: MakeProject, factors: list[float], **options: Any) -> Scene:
@@ -466,9 +467,7 @@ def test_a_view_at_work_holds_up_no_other(make_project: MakeProject, capsys: Cap
     for factor in (1.0, 2.0, 3.0, 4.0):
         rows = [(i, i * factor) for i in (1, 2, 3)]
         retention = {"retention": {"keep": 1, "grace": "1d"}}
-        project = make_project(
-            rows, project=retention, views={"other": other}, view={"gates": UNJUDGED}
-        )
+        project = make_project(rows, project=retention, views={"other": other})
         project.run("other")
         project.run()
     project = make_project(

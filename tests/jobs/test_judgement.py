@@ -216,11 +216,15 @@ def test_beside_the_last_night_while_a_view_is_young(check: Check) -> None:
 MOVED = [check for check in CHECKS if check.young is not None and check.gate == "moved"]
 
 
-def bound(check: Check, share_chance: float) -> tuple[float, int]:
-    """The limit of a figure by key, and to which side."""
+def bound(check: Check, share_chance: float, rows: int = ROWS) -> tuple[float, int]:
+    """The limit of a figure by key, and to which side: a rank correlation is judged where that of
+    rows that have nothing to do with each other is less."""
     assert check.young is not None
     more = share_chance if check.scale == SHARE else 0.0
-    return (check.young + more, 1) if check.side == UP else (check.young, -1)
+    young = check.young
+    if check.scale == CORRELATION and young > 0:
+        young = min(young, judgement._CHANCE_RELATED / math.sqrt(rows))
+    return (young + more, 1) if check.side == UP else (young, -1)
 
 
 @pytest.mark.parametrize("check", MOVED, ids=ids(MOVED))
@@ -299,7 +303,7 @@ def test_the_rows_that_a_run_computed(of_tables: dict[int, dict[str, float]], ch
         if check.figure.startswith("moved"):
             p = check.young or 0.0
             rows_chance = 3.5 * math.sqrt(p * (1 - p) / (ROWS + 1)) if p > 0 else 0.0
-            limits = [bound(check, rows_chance)]
+            limits = [bound(check, rows_chance, ROWS + 1)]
         elif check.young is None:
             limits = [(16.0, 1), (4.0, -1)]
         else:
@@ -308,15 +312,16 @@ def test_the_rows_that_a_run_computed(of_tables: dict[int, dict[str, float]], ch
             passes_inside_alone(judged, limit, side, f"f of {ROWS} rows computed: {check.words} ")
 
 
-@pytest.mark.parametrize("figure", [of[1] for of in ANCHOR])
+@pytest.mark.parametrize("figure", [check.figure for check in ANCHOR])
 @pytest.mark.parametrize(("usually", "least"), [(0.02, ANCHOR_LEAST), (0.2, 0.2 * ANCHOR_FACTOR)])
 def test_what_moved_in_a_week(
     of_tables: dict[int, dict[str, float]], figure: str, usually: float, least: float
 ) -> None:
     """More than a least share, and more than 2.5 times what usually moves in a night."""
-    kinds, _, is_less_worse, words = next(of for of in ANCHOR if of[1] == figure)
+    check = next(check for check in ANCHOR if check.figure == figure)
+    is_less_worse = check.side == DOWN
     limit = least + 3.5 * math.sqrt(least * (1 - least) / ROWS)
-    for kind in kinds:
+    for kind in check.kinds:
         feature = OF_KIND[kind]
         nights = [{figure: 1 - usually if is_less_worse else usually}] * 8
         for value, passes in ((limit - 1e-6, True), (limit + 1e-6, False)):
@@ -324,7 +329,7 @@ def test_what_moved_in_a_week(
             anchor = Pairs(rows(feature, ROWS + 2), rows(feature, ROWS + 2), 1.0, ROWS, 3)
             found = verdict("anchor", given(kind, {}, nights, anchor=anchor))
             assert found.passed == passes
-            assert f"f: {words} " in found.message
+            assert f"f: {check.words} " in found.message
             assert "since snapshot 3" in found.message
 
 
@@ -593,11 +598,23 @@ def test_a_refusal_shows_keys_and_their_values_before_and_after(history: list[Ni
     assert " → " in found.message
 
 
-def test_rows_that_say_nothing_are_judged_by_their_bounds_alone() -> None:
-    """Of three rows, of one, of other keys, of nothing but nulls since ever."""
-    few = table(0).slice(0, 3)
-    evidence = Evidence(VIEW, few, day(1), few, few, Pairs(few, few, 1.0, 3, 0), None, ())
-    assert gates_of(evidence) == []
+@pytest.mark.parametrize("count", [0, 1, 3, 19])
+def test_few_rows_are_judged_by_their_bounds_alone(count: int) -> None:
+    """Whatever becomes of them, and whatever was known."""
+    live, own = table(0).slice(0, count), {"features": {"score": {"range": [-2, 2]}}}
+    nights = [Night(n, day(n), {"score.p50": 0.0, "label.null": 0.0}) for n in range(NIGHTS)]
+    for become, passes in ((lambda v: [None] * len(v), True), (lambda v: [9.0] * len(v), False)):
+        now = live.set_column(1, "score", pa.array(become(live["score"].to_pylist()), pa.float32()))
+        pairs = Pairs(now, live, 1.0, count, 0)
+        evidence = Evidence(VIEW, now, day(NIGHTS), now, live, pairs, pairs, nights)
+        _, found = judge_rows(evidence, GatesConfig.model_validate(own))
+        assert {(one.gate, one.passed) for one in found} <= {("bounds", passes)}
+        assert bool(found) == (count > 0 and not passes)
+        assert gates_of(evidence) == []
+
+
+def test_rows_that_say_nothing_are_refused_by_nothing() -> None:
+    """Of other keys, of nothing but nulls since ever."""
     nulls = table(1, "score", become=lambda v: [None] * len(v))
     nights = [Night(n, day(n), {"score.null": 1.0}) for n in range(NIGHTS)]
     found = evidence_of(nulls, nulls, nights, NIGHTS)
@@ -619,3 +636,85 @@ def test_a_feature_added_yesterday_is_as_young_as_that() -> None:
 
 def replace_figures(night: Night, figures: dict[str, float]) -> Night:
     return Night(night.number, night.day, figures)
+
+
+def test_of_a_figure_with_gaps_the_nights_count_that_have_it() -> None:
+    """Of six there is the last one alone: tonight is a Saturday, and that was a Sunday."""
+    for has, said in ((7, "in the 7 nights before 1 to 1"), (6, f"on {day(6)} 1")):
+        nights = [{"p50": 1.0, "spread": 1.0} if n % 2 == 0 else {} for n in range(2 * has)]
+        found = verdict("shape", given(NUMBER, {"p50": 90.0}, nights))
+        assert not found.passed
+        assert f"({said})" in found.message
+        assert verdict("shape", given(NUMBER, {"p50": 1.0}, nights)).passed
+        # and what tonight has no figure of is not judged
+        assert "shape" not in gates_of(given(NUMBER, {}, nights))
+
+
+def test_a_weekday_that_was_always_announced_is_known_of_no_night() -> None:
+    """Not announced, it is judged as the other days are; announced again, it warns."""
+    usual, sale = ({"f.p50": x, "f.spread": 1.0} for x in (1.0, 90.0))
+    nights = [
+        Night(n, day(n), sale if n % 7 == 5 else usual, "a sale" if n % 7 == 5 else "")
+        for n in range(33)
+    ]
+    assert date.fromisoformat(day(33)).weekday() == 5
+    for figures, announced, passed, warned in (
+        (sale, {}, False, False),
+        (sale, {"shape": None}, True, True),
+        (usual, {}, True, False),
+    ):
+        evidence = replace(given(NUMBER, {}), nights=nights, day=day(33), announced=announced)
+        vars(evidence)["figures"] = figures
+        found = verdict("shape", evidence)
+        assert (found.passed, found.warned) == (passed, warned)
+        assert "in the 28 nights before 1 to 1)" in found.message
+
+
+def test_labels_that_all_differ_may_be_others_each_night() -> None:
+    feature = Feature("f", "string")
+    view = FeatureView("view", ("id",), (feature,), 3600.0, 0.0)
+    then, now = (
+        pa.table({"id": range(KEYS), "f": [f"label {i} of night {n}" for i in range(KEYS)]})
+        for n in (1, 2)
+    )
+    figures, found = judge_rows(
+        Evidence(view, now, day(1), now, then, Pairs(now, then, 1.0, KEYS, 1), None, ()),
+        GatesConfig(),
+    )
+    assert figures["f.distinct"] == figures["f.moved.changed"] == figures["f.moved.unseen"] == 1
+    assert [one.message for one in found if not one.passed] == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [(NUMBER, [1.7e308, -1.7e308]), (NUMBERS, [[3e38, -3e38], [-3e38]])],
+)
+def test_the_largest_floats_have_figures(kind: str, values: list[Any]) -> None:
+    """Those of scores are refused as overflows, by the first rows alone."""
+    feature = OF_KIND[kind]
+    view = FeatureView("view", ("id",), (feature,), 3600.0, 0.0)
+    rows_now = pa.table(
+        {"id": range(KEYS), "f": pa.array(values * (KEYS // 2), feature.arrow_type)}
+    )
+    rows_then = rows_now.set_column(1, "f", rows_now["f"].take(pa.array(range(KEYS - 1, -1, -1))))
+    pairs = Pairs(rows_now, rows_then, 1.0, KEYS, 1)
+    figures, found = judge_rows(
+        Evidence(view, rows_now, day(1), rows_now, rows_then, pairs), GatesConfig()
+    )
+    assert all(map(math.isfinite, figures.values()))
+    said = "f: share of overflows 1, passes up to 0.001"
+    assert (said in "".join(one.message for one in found)) == (kind == NUMBER)
+
+
+@pytest.mark.parametrize(
+    ("keys", "rank", "passes"),
+    [(30, 0.1, False), (30, 0.6, True), (100_000, 0.0, False), (100_000, 0.2, True)],
+)
+def test_of_many_keys_less_correlation_is_no_chance(keys: int, rank: float, passes: bool) -> None:
+    """Noise that is another each night has some, rows that were mixed up have none."""
+    evidence = given(NUMBER, {"moved.rank": rank})
+    assert evidence.pairs is not None
+    pairs = evidence.pairs
+    evidence = replace(evidence, pairs=replace(pairs, common=keys))
+    vars(evidence).update(figures={"f.moved.rank": rank}, live_figures={"f.distinct": 0.1})
+    assert verdict("moved", evidence).passed == passes

@@ -95,6 +95,7 @@ def test_a_snapshot_on_disk_is_what_the_design_says(make_project: MakeProject) -
     run = snapshot.run
     assert {str(p.relative_to(root)) for p in root.rglob("*") if p.is_file()} == {
         f"data/{run}/part-00000.parquet",
+        f"data/{run}/anchor.parquet",
         "manifests/00000000000000000001.json",
         snapshot.segments[0].record.path,
         f"runs/{run}.json",
@@ -120,7 +121,7 @@ def test_a_snapshot_on_disk_is_what_the_design_says(make_project: MakeProject) -
     ]
     assert all(before <= at.timestamp() <= time.time() for at in table["computed_at"].to_pylist())
     with duckdb.connect() as connection:
-        sql = f"SELECT id, double, vector[4], computed_at <= now(), input_hash FROM read_parquet('{root}/data/{run}/*.parquet') ORDER BY id"
+        sql = f"SELECT id, double, vector[4], computed_at <= now(), input_hash FROM read_parquet('{root}/data/{run}/part-*.parquet') ORDER BY id"
         plain = connection.execute(sql).fetchall()
     assert [row[:4] for row in plain] == [
         (1, -4.0, 1.0, True),
@@ -170,6 +171,20 @@ def test_a_snapshot_on_disk_is_what_the_design_says(make_project: MakeProject) -
     assert manifest["rejected"] is None
     assert manifest["partition"] is None
     assert manifest["renewed_at"] is None
+    # some rows, by which the nights to come see a little each night; no night was before
+    anchor = root / "data" / run / "anchor.parquet"
+    assert (manifest["nights"], manifest["announced"], manifest["anchors"]) == (
+        None,
+        "",
+        [
+            {
+                "path": f"data/{run}/anchor.parquet",
+                "rows": 3,
+                "size_bytes": anchor.stat().st_size,
+                "sha256": hashlib.sha256(anchor.read_bytes()).hexdigest(),
+            }
+        ],
+    )
     assert (manifest["format"], manifest["fence"]) == (3, 1)
     assert len(manifest["recipe"]) == 64
     assert manifest["content"].startswith(manifest["recipe"] + ":3-")
@@ -497,7 +512,8 @@ def test_a_run_over_unchanged_rows_computes_and_commits_nothing(
         for path in folder.rglob("*")
         if path.is_file()
     }
-    assert len(before) == 4  # a part, two files of the rejected row, and the manifest
+    # a part, two files of the rejected row, rows for the nights to come, and the manifest
+    assert len(before) == 5
     for rows in ([*MANY, (99, None)], [(99, None), *MANY[::-1]], [*MANY, *MANY, (99, None)]):
         assert built(make_project(rows), "current") == first
         assert calls.take() == 0

@@ -17,7 +17,7 @@ import pytest
 
 from precompute.store.errors import SourceError
 from tests import REPOSITORY
-from tests.scene import UNJUDGED, Scene
+from tests.scene import Scene
 
 BESIDE_MB = 300
 """MB that a process may take beside ``memory_mb``: imports, and what allocators hold."""
@@ -56,7 +56,6 @@ def scene(folder: Path, memory_mb: int, dtype: str = "string", **sizes: int) -> 
         "source": {"sql": "SELECT id, x FROM read_parquet('./items.parquet')"},
         "model": {"use": "columns"},
         "features": {"x": {"dtype": dtype} | sizes},
-        "gates": UNJUDGED,
     }
     (folder / "views" / "numbers.yaml").write_text(json.dumps(view))
     return Scene(folder, {})

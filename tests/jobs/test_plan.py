@@ -341,8 +341,7 @@ def test_small_deltas_are_merged_with_each_other_without_a_model(make_project: M
         assert snapshot.counts.written == 1
         assert snapshot.counts.unchanged == len(rows) - 1
         assert project.doubles(snapshot.number) == {i: 2 * x for i, x in rows.items()}
-        assert snapshot.figures is not None
-        assert snapshot.figures.rows == len(rows)
+        assert snapshot.rows == len(rows)
         lists.append([segment.number for segment in snapshot.segments])
         plans.append("merged" in (report.plan or ""))
         if step == 7:

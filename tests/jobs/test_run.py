@@ -21,6 +21,7 @@ import pyarrow as pa
 import pytest
 
 from benchmarks.store_history import add_past
+from precompute.jobs.run.judge.neighbours import MOST_PARTITIONS
 from precompute.jobs.run.report import close_dead, reporting_run
 from precompute.store.disk.lease import Lease, take
 from precompute.store.disk.record import replace
@@ -36,7 +37,7 @@ from precompute.store.offline.runs import Journals
 from precompute.store.times import containing
 from tests import REPOSITORY
 from tests.fixtures import MakeProject, Prepared
-from tests.scene import UNJUDGED, Scene
+from tests.scene import Scene
 
 KEYS = (1, 2, 3, 4, 5)
 OLD, NEW = [2.0, 4.0, 6.0, 8.0, 10.0], [20.0, 40.0, 60.0, 80.0, 100.0]
@@ -542,7 +543,7 @@ def test_a_run_reads_as_much_after_many_snapshots_as_after_two(
 ) -> None:
     """Manifests, reports and folders: what is read is what is needed, and 64 folders to be looked
     through in turn."""
-    project = make_project([(i, float(i)) for i in range(3)], view={"gates": UNJUDGED})
+    project = make_project([(i, float(i)) for i in range(3)])
     first = project.run().snapshot
     assert first is not None
     store = project.store
@@ -551,9 +552,7 @@ def test_a_run_reads_as_much_after_many_snapshots_as_after_two(
         add_past(store, store.snapshot(first), past, partitions=False)
         first = store.numbers()[-1]
         for step in (0.1, 0.2):  # the first one learns what it did not know of
-            project = make_project(
-                [(i, i + past + step) for i in range(3)], view={"gates": UNJUDGED}
-            )
+            project = make_project([(i, i + past + step) for i in range(3)])
             seen = looked_at(project, monkeypatch)
         few = few or seen
     folders = {path for path in seen if Path(path).parent.name == "data"}
@@ -581,10 +580,11 @@ def test_the_runs_of_many_partitions_do_not_read_all_manifests(
         partition = containing("day", datetime(2010, 1, 1, tzinfo=UTC) + timedelta(days=day))
         last = store.numbers()[-1]
         seen = looked_at(project, monkeypatch, command="materialize", partition=partition)
-        # what readers have is what another day's figures are beside; what was computed last says
-        # by which code
+        # what was computed last says by which code, the days before what is usual; another day is
+        # beside what readers have
         read = [int(Path(path).stem) for path in seen if "manifests" in path]
-        assert read == [last, first]
+        days = [*range(last, last - MOST_PARTITIONS, -1)]
+        assert read == [last, *days, first, first]
 
 
 def test_reports_of_dead_runs_are_found_without_reading_the_others(

@@ -13,13 +13,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from precompute.jobs.run.judge.feature_figures import figures_of
 from precompute.jobs.run.rows import samples
 from precompute.jobs.run.rows.samples import Samples, SnapshotSample, key_hashes, write_rows
 from precompute.store.disk.record import replace
 from precompute.store.errors import SnapshotError
 from precompute.store.feature_view import Feature, FeatureView
-from precompute.store.offline.row_figures import count, distance
+from precompute.store.offline.odd_rows import NOT_FINITE, odd_rows
 from precompute.store.offline.segment import ALL_HASHES, KILLS, Part, Segment, kills_table
+from precompute.store.offline.selection import all_rows
 from precompute.store.offline.snapshot import Counts, Snapshot
 from precompute.store.offline.view_store import OfflineStore, ViewStore
 
@@ -123,6 +125,10 @@ def drawn(store: ViewStore, snapshot: Snapshot) -> SnapshotSample:
     return Samples(store).of(snapshot)
 
 
+def odd_of(rows: pa.Table) -> dict[str, int]:
+    return {kind: len(numbers) for kind, numbers in odd_rows(rows, VIEW).items()}
+
+
 def test_of_a_small_view_all_is_counted(store: ViewStore) -> None:
     snapshot = full(store, "r", parts_of(store, "r", range(1000), 0, 300))
     assert all(part.sample is None and part.below == ALL_HASHES for part in snapshot.parts)
@@ -131,10 +137,8 @@ def test_of_a_small_view_all_is_counted(store: ViewStore) -> None:
         sample, rows = drawn(store, one), pa.Table.from_batches(list(store.batches(one)))
         order = np.argsort(key_hashes(rows, ["id"]))
         assert sample.rows == rows.take(pa.array(order))
-        figures = sample.figures(VIEW)
-        assert figures == count(rows.take(pa.array(order)).to_batches(), VIEW)
-        assert (figures.rows, figures.sampled) == (one.rows, one.rows)
-        assert figures.not_finite > 10 < figures.zeros["vector"]
+        assert (sample.living, sample.odd) == (one.rows, odd_of(rows))
+        assert sample.odd[NOT_FINITE] > 10
 
 
 def test_of_a_large_view_the_figures_are_near(store: ViewStore) -> None:
@@ -145,20 +149,14 @@ def test_of_a_large_view_the_figures_are_near(store: ViewStore) -> None:
     (part,) = snapshot.parts
     assert part.sample is not None
     assert part.sample in snapshot.segments[0].files
-    figures = drawn(store, snapshot).figures(VIEW)
-    exact = count(store.batches(snapshot), VIEW)
-    assert (figures.rows, figures.not_finite, figures.zeros) == (
-        300_000,
-        exact.not_finite,
-        exact.zeros,
-    )
-    assert figures.sampled == part.sample.rows == pytest.approx(2 * 2**20 / 80, rel=0.02)
-    for name in ("number", "score"):
-        assert distance(figures.values[name].buckets, exact.values[name].buckets) < 0.007
-    assert figures.vectors["vector"].mean_norm == pytest.approx(
-        exact.vectors["vector"].mean_norm, rel=0.01
-    )
-    assert figures.nulls_of_all("label") == pytest.approx(exact.nulls["label"], rel=0.05)
+    sample, rows = drawn(store, snapshot), store.table(snapshot, all_rows(store.layers(snapshot)))
+    assert (sample.living, sample.odd) == (300_000, odd_of(rows))
+    assert sample.rows.num_rows == part.sample.rows == pytest.approx(2 * 2**20 / 80, rel=0.02)
+    near, exact = (figures_of(one, VIEW) for one in (sample.rows, rows))
+    for name in ("number.zero", "number.common", "score.negative", "label.null", "vector.zero"):
+        assert near[name] == pytest.approx(exact[name], abs=0.007)
+    for name in ("score.p50", "score.mean", "vector.norm.p50"):
+        assert near[name] == pytest.approx(exact[name], rel=0.02, abs=0.03)
 
 
 @pytest.mark.usefixtures("small")
@@ -182,15 +180,9 @@ def test_deltas_have_the_figures_of_a_run_in_one_go(store: ViewStore) -> None:
     ]
     parts[0] = replace(parts[0], sample=None)
     again = drawn(store, full(store, "again", parts))
-    assert again.figures(VIEW) == found.figures(VIEW)
     assert again.rows == found.rows
-    exact = count(whole.to_batches(), VIEW)
-    figures = found.figures(VIEW)
-    assert (figures.rows, figures.not_finite, figures.zeros) == (
-        exact.rows,
-        exact.not_finite,
-        exact.zeros,
-    )
+    for one in (again, found):
+        assert (one.living, one.odd) == (whole.num_rows, odd_of(whole))
 
 
 @pytest.mark.usefixtures("small")
@@ -225,7 +217,7 @@ def test_in_place_of_a_lost_sample_its_part_is_read(
         path.write_bytes(bytes(data) if harm == "a bit" else bytes(data[:100]))
     with caplog.at_level(logging.WARNING):
         found = drawn(store, snapshot)
-    assert (found.rows, found.figures(VIEW)) == (whole.rows, whole.figures(VIEW))
+    assert (found.rows, found.living, found.odd) == (whole.rows, whole.living, whole.odd)
     assert (path.name in caplog.text) == (harm != "lost")
     # its rows are whole, and who looks at all files tells of it
     store.compare_parts(snapshot)

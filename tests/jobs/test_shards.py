@@ -154,7 +154,8 @@ def test_a_delta_is_sharded_with_any_number(make_project: MakeProject) -> None:
     with workers(scene) as crew:
         scene.run()
     assert sum(done.rows for done in crew.done if isinstance(done, WorkSummary)) == 100
-    later = [(i, x + (i % 5 == 0)) for i, x in ROWS if i % 11] + [(200 + i, 1.0) for i in range(9)]
+    later = [(i, x + (i % 5 == 0) / 9) for i, x in ROWS if i % 11]
+    later += [(200 + i, 1.0 + i) for i in range(9)]
     sharded(make_project, later, 7)
     with workers(scene, 3):
         report = scene.reread().run()
@@ -265,7 +266,9 @@ def test_a_killed_worker_loses_a_chunk(make_project: MakeProject, tmp_path: Path
     assert {"pin", "collect", "other"} <= used.cpu_s.keys()
     assert used.workers_cpu_s == {"model": report.engine["cpu_s"]}
     assert used.workers_cpu_s["model"] > 0
-    assert used.written_bytes == sum(part.size_bytes for part in scene.snapshot().parts)
+    of = scene.snapshot()
+    files = [file for file in (*of.parts, of.nights, *of.anchors) if file is not None]
+    assert used.written_bytes == sum(file.size_bytes for file in files)
     assert (used.workers, used.worker_peak_bytes) == (
         report.engine["workers"],
         report.engine["peak_memory_bytes"],

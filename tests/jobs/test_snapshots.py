@@ -11,7 +11,7 @@ import pytest
 from precompute.jobs.commands.operations import describe_snapshots
 from precompute.jobs.ops.retention import list_snapshots
 from tests.fixtures import MakeProject
-from tests.scene import UNJUDGED, Scene
+from tests.scene import Scene
 
 ROWS = 40
 
@@ -19,7 +19,6 @@ ROWS = 40
 def run(make_project: MakeProject, rows: int, factor: float, **how: object) -> Scene:
     project = make_project(
         [(i, i * factor) for i in range(rows)],
-        view={"gates": UNJUDGED},
     )
     project.run(**how)  # type: ignore[arg-type]
     return project
@@ -30,7 +29,7 @@ def project(make_project: MakeProject) -> Scene:
     """1 pinned, 2 with a gate accepted, 3 of more rows and rolled back from, 4 committed only and
     built on 2; 2 is live."""
     run(make_project, ROWS, 1.0)
-    run(make_project, ROWS, 100.0, accept=["norm"])
+    run(make_project, ROWS, 100.0, accept=["shape", "computed"])
     project = run(make_project, ROWS + 4, 100.0)
     project.rollback()
     run(make_project, ROWS + 1, 100.0, command="materialize")
@@ -66,7 +65,16 @@ def test_every_snapshot_has_its_line_the_newest_first(project: Scene) -> None:
                     "previous": True,
                 },
             ),
-            (2, {"kind": "full", "parent": 1, "rows": ROWS, "accepted": ["norm"], "live": True}),
+            (
+                2,
+                {
+                    "kind": "full",
+                    "parent": 1,
+                    "rows": ROWS,
+                    "accepted": ["computed", "shape"],
+                    "live": True,
+                },
+            ),
             (1, {"kind": "full", "parent": None, "rows": ROWS, "pinned": True}),
         )
     ]
@@ -86,7 +94,7 @@ def test_the_table_says_what_can_be_gone_back_to(
         "snapshot created kind rows model gates",
         f"4 {when[4]} delta of 2 41 {model} passed",
         f"3 {when[3]} delta of 2 44 {model} passed previous, bad: rolled back from",
-        f"2 {when[2]} full 40 {model} accepted norm live",
+        f"2 {when[2]} full 40 {model} accepted computed, shape live",
         f"1 {when[1]} full 40 {model} passed pinned",
     ]
 

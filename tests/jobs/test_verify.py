@@ -96,7 +96,7 @@ def test_vectors_that_are_all_alike_verify(make_project: MakeProject) -> None:
             rows,
             view={
                 "index": {"on": "vector", "metric": metric},
-                "gates": UNJUDGED | {"contract": None},
+                "gates": {"first": None, "contract": None},
             },
         )
         project.run(full=True)
@@ -348,6 +348,7 @@ def test_an_index_of_another_snapshot_with_as_many_rows_is_found(
 ) -> None:
     view = {
         "index": {"on": "vector", "metric": metric},
+        # all numbers change their signs
         "gates": UNJUDGED,
     }
     for sign in (1.0, -1.0):

@@ -177,7 +177,7 @@ TYPES = (
 )
 
 OF_POSTGRES: dict[str, tuple[str, str, str, Any]] = {
-    # type, value, DuckDB's type and the value as text; or the type that is refused
+    # its column: type, value, DuckDB's type and the value as text; or the type that is refused
     "digits": ("NUMERIC(20,4)", "1234.5678", "DECIMAL(20,4)", "1234.5678"),
     "numeric": ("NUMERIC", "12345678901234567.12", "", "numeric"),
     "45 digits": ("NUMERIC(45,2)", "1", "", r"numeric\(45,2\)"),
@@ -203,33 +203,51 @@ OF_POSTGRES: dict[str, tuple[str, str, str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", OF_POSTGRES)
-def test_a_type_of_postgres_is_read_as_it_is_or_refused(
-    what: str, shop: Postgres, tmp_path: Path
-) -> None:
-    kind, value, wanted, text = OF_POSTGRES[what]
+def column(name: str) -> str:
+    return f"v_{name.lower().replace(' ', '_')}"
+
+
+@pytest.fixture
+def typed(shop: Postgres) -> Postgres:
+    """The server with a table of one row and a column of each type."""
+    kinds = [(column(name), *of[:2]) for name, of in OF_POSTGRES.items()]
+    columns = ", ".join(f"{name} {kind}" for name, kind, _ in kinds)
+    values = ", ".join(value for _, _, value in kinds)
     shop.sql(
-        f"{TYPES}; CREATE TABLE typed (id INT, v {kind}); INSERT INTO typed VALUES (1, {value})"
+        f"{TYPES}; CREATE TABLE typed (key INT, {columns}); INSERT INTO typed VALUES (1, {values})"
     )
-    sql = "SELECT id, v FROM shop.public.typed"
-    if wanted:
-        with opened(sql, tmp_path, *SHOP) as source:
-            source.load()
-            found = source.database.query("SELECT v::VARCHAR AS v FROM input").to_pylist()
-            assert (source._types["v"], found) == (wanted, [{"v": text}])
-        return
-    for name in ("shop.public.typed", "shop.typed", "SHOP.Public.TYPED"):
-        with pytest.raises(
-            SourceError,
-            match=rf"column 'v' of shop.public.typed is {text} in Postgres, .*floats: .*v::text",
-        ):
-            opened(f"SELECT id, v FROM {name}", tmp_path, *SHOP)
-    # what is not named is not read, and a text has all digits
-    opened("SELECT id FROM shop.typed", tmp_path, *SHOP).close()
-    exact = "SELECT * FROM postgres_query('shop', 'SELECT id, v::text AS v FROM typed')"
+    return shop
+
+
+def test_types_of_postgres_are_read_as_they_are(typed: Postgres, tmp_path: Path) -> None:
+    """And what is not named, of a type that is refused, is not read."""
+    read = {column(n): (of[2], of[3]) for n, of in OF_POSTGRES.items() if of[2]}
+    names = ", ".join(read)
+    with opened(f"SELECT key AS id, {names} FROM shop.public.typed", tmp_path, *SHOP) as source:
+        source.load()
+        texts = ", ".join(f"{name}::VARCHAR AS {name}" for name in read)
+        (found,) = source.database.query(f"SELECT {texts} FROM input").to_pylist()
+        assert {name: (source._types[name], found[name]) for name in read} == read
+
+
+def test_a_type_of_postgres_that_is_none_here_is_refused(typed: Postgres, tmp_path: Path) -> None:
+    refused = {column(n): of[3] for n, of in OF_POSTGRES.items() if not of[2]}
+    tables = ("shop.public.typed", "shop.typed", "SHOP.Public.TYPED")
+    for name, text in refused.items():
+        # the first by every name of the table
+        for table in tables[: 3 if name == "v_numeric" else 1]:
+            message = (
+                rf"column '{name}' of shop.public.typed is {text} in Postgres, .*floats:"
+                rf" .*{name}::text"
+            )
+            with pytest.raises(SourceError, match=message):
+                opened(f"SELECT key AS id, {name} FROM {table}", tmp_path, *SHOP)
+    # a text has all digits
+    texts = ", ".join(f"{name}::text AS {name}" for name in refused)
+    exact = f"SELECT * FROM postgres_query('shop', 'SELECT key AS id, {texts} FROM typed')"
     with opened(exact, tmp_path, *SHOP) as source:
         source.load()
-        assert source._types["v"] == "VARCHAR"
+        assert {source._types[name] for name in refused} == {"VARCHAR"}
 
 
 @pytest.mark.parametrize(
@@ -269,47 +287,51 @@ def test_a_query_of_postgres_yields_digits_or_is_refused(
             assert source.load() == 1
 
 
-@pytest.mark.parametrize(
-    ("kind", "value", "text", "nan"),
-    [
-        ("NUMERIC(9,2)", "1.5", "1.50", "'NaN'"),
-        ("NUMERIC(38,30)", "1.5", "1.5".ljust(32, "0"), "'NaN'"),
-        ("NUMERIC(9,2)[]", "'{1.5,null}'", "[1.50, NULL]", "'{1,NaN}'"),
-        ("paid", "1.5", "1.50", "'NaN'"),
-    ],
-)
-def test_a_nan_of_postgres_is_no_0(
-    kind: str, value: str, text: str, nan: str, shop: Postgres, tmp_path: Path
-) -> None:
+NANS = {
+    # column: type, value, as text, and with a NaN
+    "digits": ("NUMERIC(9,2)", "1.5", "1.50", "'NaN'"),
+    "many": ("NUMERIC(38,30)", "1.5", "1.5".ljust(32, "0"), "'NaN'"),
+    "list": ("NUMERIC(9,2)[]", "'{1.5,null}'", "[1.50, NULL]", "'{1,NaN}'"),
+    "domain": ("paid", "1.5", "1.50", "'NaN'"),
+}
+
+
+def test_a_nan_of_postgres_is_no_0(shop: Postgres, tmp_path: Path) -> None:
+    kinds = ", ".join(f"{name} {of[0]}" for name, of in NANS.items())
+    values, nans = (", ".join(of[at] for of in NANS.values()) for at in (1, 3))
+    texts = {name: of[2] for name, of in NANS.items()}
     shop.sql(
-        f'{TYPES}; CREATE TABLE typed (id INT, v {kind}, "it\'s" INT); INSERT INTO typed VALUES (1,'
-        f" {value}, 1), (2, NULL, 2)"
+        f'{TYPES}; CREATE TABLE typed (id INT, "it\'s" INT, {kinds}); INSERT INTO typed VALUES (1,'
+        f" 1, {values}), (2, 2, NULL, NULL, NULL, NULL)"
     )
-    table = "SELECT id, v FROM shop.typed"
-    query = "SELECT id, v FROM postgres_query('shop', 'SELECT * FROM typed ORDER BY id;') AS p"
-    values = "SELECT v::VARCHAR AS v FROM input ORDER BY id"
+    table = "SELECT id, {} FROM shop.typed"
+    query = "SELECT id, {} FROM postgres_query('shop', 'SELECT * FROM typed ORDER BY id;') AS p"
+    as_text = ", ".join(f"{name}::VARCHAR AS {name}" for name in NANS)
     for sql in (table, query):
-        with opened(sql, tmp_path, *SHOP) as source:
+        with opened(sql.format(", ".join(NANS)), tmp_path, *SHOP) as source:
             source.load()
-            assert source.database.query(values).to_pylist() == [{"v": text}, {"v": None}]
-    shop.sql(f"INSERT INTO typed VALUES (3, {nan}, 3)")
-    for sql in (table, query):
-        if kind == "paid" and sql == table:
-            # a text
-            with opened(sql, tmp_path, *SHOP) as source:
-                source.load()
-                assert source.database.query(values).to_pylist()[2] == {"v": "NaN"}
-            continue
-        place = "shop.public.typed" if sql == table else r"postgres_query\(…\)"
-        message = f"column 'v' of {place} has a NaN.*::float8"
-        with opened(sql, tmp_path, *SHOP) as source, pytest.raises(SourceError, match=message):
-            source.load()
-        one = opened("SELECT 1 AS id", tmp_path, *SHOP)
-        with one as source, pytest.raises(SourceError, match=message):
-            source.table(sql)
-        # of a column that is not read
-        with opened(sql.replace(", v", ', "it\'s"'), tmp_path, *SHOP) as source:
+            found = source.database.query(f"SELECT {as_text} FROM input ORDER BY id").to_pylist()
+            assert found == [texts, dict.fromkeys(NANS)]
+    shop.sql(f"INSERT INTO typed VALUES (3, 3, {nans})")
+    for sql, place in ((table, "shop.public.typed"), (query, r"postgres_query\(…\)")):
+        for name in NANS:
+            if name == "domain" and sql == table:
+                continue
+            message = f"column '{name}' of {place} has a NaN.*::float8"
+            with opened(sql.format(name), tmp_path, *SHOP) as source:
+                with pytest.raises(SourceError, match=message):
+                    source.load()
+                if name == "digits":
+                    with pytest.raises(SourceError, match=message):
+                        source.table(sql.format(name))
+        # of columns that are not read
+        with opened(sql.format('"it\'s"'), tmp_path, *SHOP) as source:
             assert source.load() == 3
+    # a text
+    with opened(table.format("domain"), tmp_path, *SHOP) as source:
+        source.load()
+        found = source.database.query("SELECT domain FROM input ORDER BY id").to_pylist()
+        assert found[2] == {"domain": "NaN"}
 
 
 def test_a_table_that_a_search_path_finds_is_looked_at(shop: Postgres, tmp_path: Path) -> None:

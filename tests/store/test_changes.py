@@ -16,7 +16,7 @@ from precompute.store.errors import SnapshotError
 from precompute.store.history.changes import Changes
 from precompute.store.keys import key_column, key_text
 from tests.fixtures import MakeProject
-from tests.scene import UNJUDGED, Scene
+from tests.scene import Scene
 
 Rows = Mapping[Any, float]
 """Key → x; the model makes double = 2x of it, and rejects :data:`BAD`."""
@@ -27,7 +27,7 @@ BASE = {i: float(i) for i in range(40)}
 
 VIEW = {
     "model": {"use": "tests.models:Doubler", "args": {"nan_on": BAD}},
-    "gates": UNJUDGED,
+    "gates": {"first": None},
 }
 NUMBER: dict[str, pa.DataType] = {"id": pa.int64()}
 PAIR: dict[str, pa.DataType] = {"shop": pa.string(), "item": pa.int64()}

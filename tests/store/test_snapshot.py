@@ -20,7 +20,6 @@ from precompute.store.feature_view import (
     ModelUse,
     Substitute,
 )
-from precompute.store.offline.row_figures import RowFigures, VectorFigures
 from precompute.store.offline.segment import Part, Segment
 from precompute.store.offline.snapshot import Counts, Snapshot, Verdict
 
@@ -78,11 +77,17 @@ FULL = Snapshot(
     content="e:6-1",
     partition="2025-01-01T00:00Z/2025-01-02T00:00Z",
     renewed_at=2**53 + 1,
-    quality={"zero": 0.0},
-    figures=RowFigures(
-        5, 1, 2, {"vector": 1}, 3, 1, {"double": 3}, {"vector": VectorFigures(2, 1.5, {2032: 1})}
+    quality={"vector.zero": 0.0},
+    nights=Part("data/r/nights.json", 9, 100, "1" * 64),
+    anchors=(
+        Part("data/q/anchor.parquet", 512, 100, "2" * 64),
+        Part("data/r/anchor.parquet", 512, 100, "3" * 64),
     ),
-    gates=(Verdict("zero", False, 0.5, 0.01, "é"),),
+    announced="a sale, by gates.expect",
+    gates=(
+        Verdict("coverage", False, 0.5, 0.8, "é"),
+        Verdict("null", True, 0.5, 0.1, "é", warned=True, figures=("vector.zero",)),
+    ),
     substitute=Substitute(
         ModelUse("mine:Small", {"path": "./students/a"}), "a" * 64, {"vector": 0.75}
     ),
@@ -127,7 +132,7 @@ def test_the_bytes_of_a_manifest_are_pinned() -> None:
     assert FORMAT == 3
     assert (
         hashlib.sha256(FULL.to_bytes()).hexdigest()
-        == "b9883ff10e9c0b91451ca0fac67a5ccd167aed69743676e0984fda491a48b020"
+        == "4be6de92821868bd0d9ecdd4d43cbdea4935fa6dd268b94ccb45ca79817dc55b"
     )
 
 

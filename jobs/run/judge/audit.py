@@ -30,6 +30,7 @@ from precompute.store.offline.snapshot import Verdict
 from precompute.techniques.accuracy import judged_rows
 from precompute.techniques.row_errors import (
     differing,
+    first_of,
     is_measured,
     row_errors,
     row_figures,
@@ -139,13 +140,11 @@ class Audit:
             for n, done in enumerate(outcomes)
             for r in done.rejections
         }
-        # only a torch model has this attribute: a user's model says nothing of its precision
-        known = getattr(self._opened.model, "variant", None) == self._opened.variant
         found = differing(
             pa.Table.from_batches([made.take(pa.array(again))]),
             pa.Table.from_batches([done.features for done in outcomes]),
             view,
-            self._opened.variant if known else ASSUMED_PRECISION,
+            self._opened.known_precision or ASSUMED_PRECISION,
         )
         differs |= {keys[again[row]]: what for row, what in found.items()}
         if not differs:
@@ -153,9 +152,8 @@ class Audit:
             return []
         message = (
             f"{len(differs)} of {rows} rows come out differently among other rows than in the"
-            " batches of the run"
+            f" batches of the run{first_of(differs)}"
         )
-        message += "; the first, {!r}: {}".format(*next(iter(differs.items())))
         share = len(differs) / rows
         return [Verdict("batch", share <= limit, share, limit, message)]
 

@@ -42,6 +42,8 @@ MISSING_WORDS = ("", "n/a", "na", "nan", "none", "null", "unknown", "undefined",
 HUGE = 1e15
 """A float beyond is an overflow, and no score."""
 LARGEST_FLOAT16 = 65504.0
+LARGEST_TOLD = 1e150
+"""What a float beyond counts as in quantiles, spread and distances."""
 MOST_ITEMS = 1_000_000
 """Items of lists that are looked at together: what is made of them takes 8 bytes for each, several
 times."""
@@ -73,7 +75,7 @@ def figures_of(rows: pa.Table, view: FeatureView) -> Figures:
     have of another type."""
     found: Figures = {}
     for feature in view.features if rows.num_rows else ():
-        if not _has(rows, feature):
+        if not has_feature(rows, feature):
             continue
         column = rows.column(feature.name)
         values = column.drop_null()
@@ -85,7 +87,7 @@ def figures_of(rows: pa.Table, view: FeatureView) -> Figures:
 
 
 def _of_number(values: pa.ChunkedArray) -> Iterator[tuple[str, float]]:
-    numbers = _numbers(values)
+    numbers = numbers_of(values)
     finite = numbers[np.isfinite(numbers)]
     yield "not_finite", 1 - len(finite) / len(numbers)
     if not len(finite):
@@ -101,14 +103,16 @@ def _of_number(values: pa.ChunkedArray) -> Iterator[tuple[str, float]]:
 
 
 def _levels(finite: F8) -> Iterator[tuple[str, float]]:
-    """Quantiles, mean, and spread: robust against few outliers (of a normal distribution the 10th
-    and the 90th percentile are 2.56 standard deviations apart), else the standard deviation."""
-    low, high = np.quantile(finite, [0.1, 0.9])
-    with np.errstate(over="ignore", invalid="ignore"):
-        spread = (high - low) / 2.56 or float(finite.std())
-        yield "mean", float(finite.mean())
-    yield "spread", spread if math.isfinite(spread) else float(np.finfo(np.float64).max)
+    """Mean, spread and quantiles."""
+    finite = _bounded(finite)
+    yield "mean", float(finite.mean())
+    yield "spread", spread_of(finite)
     yield from zip(QUANTILES, np.quantile(finite, [*QUANTILES.values()]).tolist(), strict=True)
+
+
+def _bounded(numbers: F8) -> F8:
+    """No further than the differences and squares of numbers can be told."""
+    return np.clip(numbers, -LARGEST_TOLD, LARGEST_TOLD)
 
 
 def _of_flag(values: pa.ChunkedArray) -> Iterator[tuple[str, float]]:
@@ -122,19 +126,20 @@ def _of_text(values: pa.ChunkedArray) -> Iterator[tuple[str, float]]:
     yield "length", float(np.median(lengths))
     missing = pc.is_in(pc.utf8_lower(values), pa.array(MISSING_WORDS))
     yield "missing", (pc.sum(missing).as_py() or 0) / len(values)
-    yield "prefix", _commonest(pc.utf8_slice_codeunits(values, 0, 3)) / len(values)
+    yield "prefix", _counts(pc.utf8_slice_codeunits(values, 0, 3)).max() / len(values)
     yield from _common(values)
 
 
 def _common(values: pa.ChunkedArray) -> Iterator[tuple[str, float]]:
     """The share of the commonest value, and of different ones."""
-    counts = np.asarray(pc.value_counts(values.combine_chunks()).field(1))
+    counts = _counts(values)
     yield "common", counts.max() / len(values)
     yield "distinct", len(counts) / len(values)
 
 
-def _commonest(values: pa.ChunkedArray) -> int:
-    return int(np.asarray(pc.value_counts(values.combine_chunks()).field(1)).max())
+def _counts(values: pa.ChunkedArray) -> npt.NDArray[np.int64]:
+    """How often each different value is there."""
+    return np.asarray(pc.value_counts(values.combine_chunks()).field(1))
 
 
 def _of_list(values: pa.ChunkedArray) -> Iterator[tuple[str, float]]:
@@ -190,7 +195,7 @@ def _times(numbers: npt.NDArray[np.generic], ends: npt.NDArray[np.int64]) -> npt
 
 def _of_numbers(values: pa.ChunkedArray) -> Iterator[tuple[str, float]]:
     (values,) = _looked_at(values)
-    numbers = _numbers(pa.chunked_array([values.combine_chunks().flatten()]))
+    numbers = numbers_of(pa.chunked_array([values.combine_chunks().flatten()]))
     yield from _lists(values, numbers)
     finite = numbers[np.isfinite(numbers)]
     if len(finite):
@@ -199,7 +204,7 @@ def _of_numbers(values: pa.ChunkedArray) -> Iterator[tuple[str, float]]:
 
 
 def _of_vector(values: pa.ChunkedArray) -> Iterator[tuple[str, float]]:
-    vectors = _matrix(values)
+    vectors = matrix_of(values)
     finite = np.isfinite(vectors).all(axis=1)
     yield "not_finite", 1 - finite.mean()
     vectors = vectors[finite]
@@ -252,7 +257,7 @@ def moves_of(
     found: Figures = {}
     for feature in view.features:
         name = feature.name
-        if not _has(then, feature):
+        if not has_feature(then, feature):
             continue
         here = len(now)
         both = pc.and_(now.column(name).is_valid(), then.column(name).is_valid())
@@ -266,7 +271,7 @@ def moves_of(
 def _number_moves(
     now: pa.ChunkedArray, then: pa.ChunkedArray, share: float, spread: float
 ) -> Iterator[tuple[str, float]]:
-    a, b = _numbers(now), _numbers(then)
+    a, b = numbers_of(now), numbers_of(then)
     finite = np.isfinite(a) & np.isfinite(b)
     yield from _distances(a[finite], b[finite], share, spread)
 
@@ -275,10 +280,10 @@ def _distances(a: F8, b: F8, share: float, spread: float) -> Iterator[tuple[str,
     if not len(a):
         yield from (("quarter", 0.0), ("one", 0.0), ("four", 0.0), ("rank", 1.0))
         return
-    low, high = np.quantile(b, [0.1, 0.9])
-    spread = spread or (high - low) / 2.56 or float(b.std())
-    with np.errstate(over="ignore", invalid="ignore"):
-        by = np.abs(a - b)
+    a, b = _bounded(a), _bounded(b)
+    spread = spread or spread_of(b)
+    by = np.abs(a - b)
+    with np.errstate(over="ignore"):
         by = by / spread if spread else np.where(by > 0, np.inf, 0.0)
     for figure, spreads in (("quarter", 0.25), ("one", 1.0), ("four", 4.0)):
         # not at once: of whole numbers many move by the same, and the spread is another each night
@@ -402,7 +407,7 @@ def _numbers_moves(
     """Of lists of floats: of those that are as long as before, place by place."""
     same = pc.equal(pc.list_value_length(now), pc.list_value_length(then))
     a, b = (
-        _numbers(pa.chunked_array([of.filter(same).combine_chunks().flatten()]))
+        numbers_of(pa.chunked_array([of.filter(same).combine_chunks().flatten()]))
         for of in (now, then)
     )
     finite = np.isfinite(a) & np.isfinite(b)
@@ -415,7 +420,7 @@ def _vector_moves(
     if not len(now):
         yield from (("cosine05", 1.0), ("cosine50", 1.0), ("turned", 0.0))
         return
-    a, b = _matrix(now), _matrix(then)
+    a, b = matrix_of(now), matrix_of(then)
     finite = np.isfinite(a).all(axis=1) & np.isfinite(b).all(axis=1)
     a, b = a[finite], b[finite]
     if not len(a):
@@ -452,6 +457,14 @@ _MOVED = {
 # ---- arithmetic
 
 
+def spread_of(numbers: F8) -> float:
+    """How far numbers lie from each other, robust against few outliers (of a normal distribution
+    the 10th and the 90th percentile are 2.56 standard deviations apart), else their standard
+    deviation."""
+    low, high = np.quantile(numbers, [0.1, 0.9])
+    return float((high - low) / 2.56 or numbers.std())
+
+
 def rank_correlation(a: F8, b: F8) -> float | None:
     """Spearman's, equal values sharing their ranks; None where the second says nothing, being all
     the same."""
@@ -469,7 +482,7 @@ def _ranks(values: F8) -> F8:
     return (ends - (times - 1) / 2)[where.reshape(-1)]
 
 
-def _has(rows: pa.Table, feature: Feature) -> bool:
+def has_feature(rows: pa.Table, feature: Feature) -> bool:
     """Whether rows have a feature, of its type."""
     return feature.name in rows.column_names and (
         rows.schema.field(feature.name).type.equals(feature.arrow_type)
@@ -486,20 +499,19 @@ def has_values(rows: pa.Table, view: FeatureView) -> pa.ChunkedArray:
 
 def unit_mean(column: pa.ChunkedArray) -> F8 | None:
     """The mean of vectors, each of length 1; None without any."""
-    values = column.drop_null()
-    vectors = _matrix(values) if len(values) else np.empty((0, 1))
+    vectors = matrix_of(column.drop_null())
     norms = np.linalg.norm(vectors, axis=1)
-    unit = vectors[(norms > 0) & np.isfinite(norms)] / norms[(norms > 0) & np.isfinite(norms), None]
-    mean: F8 | None = unit.mean(axis=0) if len(unit) else None
+    kept = (norms > 0) & np.isfinite(norms)
+    mean: F8 | None = (vectors[kept] / norms[kept, None]).mean(axis=0) if kept.any() else None
     return mean
 
 
-def _numbers(values: pa.ChunkedArray) -> F8:
+def numbers_of(values: pa.ChunkedArray) -> F8:
     """As float64, no zero of which is negative: equal numbers have equal bytes."""
     return np.asarray(values.combine_chunks()).astype(np.float64) + 0.0
 
 
-def _matrix(column: pa.ChunkedArray) -> F8:
-    """[rows, dim] of vectors without nulls, of a row at least."""
+def matrix_of(column: pa.ChunkedArray) -> F8:
+    """Vectors without nulls as float64 [rows, dim], no zero of which is negative."""
     flat = pa.chunked_array([column.combine_chunks().flatten()])
-    return _numbers(flat).reshape(len(column), -1)
+    return numbers_of(flat).reshape(-1, column.type.list_size)

@@ -136,13 +136,14 @@ class Bound(NamedTuple):
     most: float
     words: str
     is_drawn: bool = False
+    gate: str = "first"
 
 
 FIRST = (
     Bound((VECTOR,), "common", 0.2, "share of one vector", True),
     Bound((VECTOR,), "dead", 0.1, "share of dimensions without spread"),
     Bound((VECTOR,), "norm.p50", 1e6, "median length"),
-    Bound((VECTOR,), "cosine", 0.995, "mean cosine of two rows"),
+    Bound((VECTOR,), "cosine", 0.99, "mean cosine of two rows"),
     Bound((VECTOR,), "zero", 0.2, "share of zero vectors", True),
     Bound((LIST, NUMBERS), "common", 0.7, "share of one list", True),
     Bound((TEXT,), "missing", 0.3, "share of words for no value", True),
@@ -182,7 +183,7 @@ COMPUTED = (
         "moved.rank",
         CORRELATION,
         DOWN,
-        0.3,
+        0.1,
         None,
         "rank correlation with live's",
     ),
@@ -200,19 +201,24 @@ COMPUTED = (
 """What the rows that a run computed are judged by, beside live's: no history is needed."""
 
 ANCHOR = (
-    (_SCALES, "moved.one", False, "share moved by a spread"),
-    (_SCALES, "moved.rank", True, "rank correlation"),
-    ((TEXT, FLAG), "moved.changed", False, "share of other values"),
-    ((LIST,), "moved.overlap", True, "overlap by rank"),
-    ((VECTOR,), "moved.turned", False, "median turn, as a share of a right angle,"),
+    Check("anchor", _SCALES, "moved.one", SHARE, UP, None, None, "share moved by a spread"),
+    Check("anchor", _SCALES, "moved.rank", SHARE, DOWN, None, None, "rank correlation"),
+    Check("anchor", (TEXT, FLAG), "moved.changed", SHARE, UP, None, None, "share of other values"),
+    Check("anchor", (LIST,), "moved.overlap", SHARE, DOWN, None, None, "overlap by rank"),
+    Check(
+        "anchor",
+        (VECTOR,),
+        "moved.turned",
+        SHARE,
+        UP,
+        None,
+        None,
+        "median turn, as a share of a right angle,",
+    ),
 )
-"""What is compared with an accepted snapshot some nights ago: kinds, figure, whether less is worse,
-words."""
+"""What is compared with an accepted snapshot some nights ago."""
 ANCHOR_LEAST = 0.15
-"""What moved since then at least, where it is too much."""
-ANCHOR_FACTOR = 2.5
-"""And how many times what usually moves in a night: what is noise each night is no more than
-√2 of that apart."""
+"""What moved since then at least, where it is too much; and more than √nights times a night's."""
 
 TABLE = ("first", "null", "constant", "shape", "computed", "moved", "anchor", "never", "bounds")
 """Gates of this table."""

@@ -43,6 +43,7 @@ from precompute.jobs.run.judge.pairs import (
     judged,
     keys_gone,
     pairs_of,
+    sample_beside,
     write_anchor,
 )
 from precompute.jobs.run.judge.row_count import FEWEST_ROWS, judge_row_count
@@ -55,12 +56,12 @@ from precompute.store.disk.lease import Lease
 from precompute.store.disk.record import replace
 from precompute.store.errors import SnapshotError
 from precompute.store.keys import key_column
-from precompute.store.offline.row_figures import RowFigures
+from precompute.store.offline.odd_rows import NOT_FINITE, VALUELESS
 from precompute.store.offline.snapshot import NEIGHBOURS, Snapshot, Verdict
 from precompute.store.offline.standing import Standing, keeps_live, marks_of
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.times import Partition, parsed_time, utc_now
-from precompute.techniques.row_errors import differing
+from precompute.techniques.row_errors import differing, first_of
 
 log = logging.getLogger(__name__)
 
@@ -88,23 +89,18 @@ def judge_parity(opened: OpenView, sample: pa.Table, limit: float, verdicts: Ver
     Raises:
         SourceError, ModelError: something cannot be read or computed.
     """
-    compared, different = computed_again(opened, sample)
+    compared, different = _computed_again(opened, sample)
     if compared:
-        message = (
-            f"{len(different)} of {compared} sampled rows come out differently from the fallback"
-        )
-        if different:
-            message += "; the first, {!r}: {}".format(*next(iter(different.items())))
+        message = f"{len(different)} of {compared} sampled rows come out differently from the"
+        message += f" fallback{first_of(different)}"
         verdicts.at_most("parity", len(different) / compared, limit, message)
 
 
-def computed_again(
-    opened: OpenView, sample: pa.Table, rows: int = PARITY_ROWS, most: int = PARITY_ROWS
-) -> tuple[int, dict[str, str]]:
-    """(rows compared, key → what differs): of up to ``rows`` of a sample those whose input has not
-    changed since, ``most`` of them, computed again from the source by key, as the fallback does."""
-    step = max(1, sample.num_rows // rows)
-    stored = sample.take(pa.array(range(0, sample.num_rows, step))).slice(0, rows)
+def _computed_again(opened: OpenView, sample: pa.Table) -> tuple[int, dict[str, str]]:
+    """(rows compared, key → what differs): of up to :data:`PARITY_ROWS` of a sample those whose
+    input has not changed since, computed again from the source by key, as the fallback does."""
+    step = max(1, sample.num_rows // PARITY_ROWS)
+    stored = sample.take(pa.array(range(0, sample.num_rows, step))).slice(0, PARITY_ROWS)
     position = {key: row for row, key in enumerate(stored.column("key").to_pylist())}
     hashes = stored.column("input_hash").to_pylist()
     again = opened.source.rows(list(position), with_hash=True).combine_chunks()
@@ -113,7 +109,7 @@ def computed_again(
         row
         for row, h in enumerate(again.column("input_hash").to_pylist())
         if hashes[position[keys[row]]] == h
-    ][:most]
+    ]
     if not same:
         return 0, {}
     batch = (
@@ -131,14 +127,11 @@ def computed_again(
     done = with_null_rows(opened.view, outcome)
     differs = {keys[rejection.row]: rejection.error for rejection in done.rejections}
     keys = [keys[row] for row in done.rows.tolist()]
-    # only a torch model has this attribute: a user's model says nothing of its precision
-    known = opened.gpu is not None or getattr(opened.model, "variant", None) == opened.variant
-    precision = opened.variant if known else None
     found = differing(
         stored.take(pa.array([position[key] for key in keys], pa.int64())),
         done.features,
         opened.view,
-        precision,
+        opened.known_precision,
     )
     return len(same), differs | {keys[row]: what for row, what in found.items()}
 
@@ -193,7 +186,7 @@ class Judge:
         if not snapshot.rows:
             other = None if self.opened is None else self.opened.substitute
             use = None if other is None else other.use
-            return self._empty(replace(snapshot, substitute=use, figures=RowFigures()))
+            return self._empty(replace(snapshot, substitute=use))
         # what a partition's segments were before they were merged depends on what was computed when
         draft = snapshot if draft is None or self.in_backfill else draft
         neighbours = self._neighbours(snapshot)
@@ -205,7 +198,6 @@ class Judge:
             anchors = (*anchors_of(nights), *verdicts.anchor)
         return replace(
             snapshot,
-            figures=verdicts.figures,
             quality=verdicts.quality,
             gates=(*before, *verdicts.all),
             substitute=verdicts.substitute,
@@ -326,16 +318,14 @@ class Judge:
         assert opened is not None
         samples = Samples(self.store)
         found = samples.of(draft)
-        figures = found.figures(view)
-        nulls = figures.valueless if view.definition.bad_rows == "null" else 0
-        verdicts = Verdicts(gates, self._announced(snapshot))
-        verdicts.figures = figures
+        verdicts, nulls = Verdicts(gates, self._announced(snapshot)), 0
         if view.definition.bad_rows == "null":
+            nulls = found.odd.get(VALUELESS, 0)
             verdicts.quality["nulls"] = float(nulls)
         self._judge_counts(snapshot, snapshot.rows - nulls, verdicts)
-        not_finite = figures.not_finite / figures.rows if figures.rows else 0.0
-        message = f"{figures.not_finite:,} of {figures.rows:,} rows are not finite"
-        verdicts.at_most("finite", not_finite, gates.finite, message)
+        not_finite = found.odd.get(NOT_FINITE, 0)
+        message = f"{not_finite:,} of {found.living:,} rows are not finite"
+        verdicts.at_most("finite", not_finite / max(1, found.living), gates.finite, message)
         readers = self._served() or _baseline(self.store, snapshot)
         if readers is not None:
             judge_contract(view, readers.view, verdicts)
@@ -375,27 +365,22 @@ class Judge:
         if live is not None:
             beside = [(live, keys_gone(samples, found, snapshot, live))]
         self._judge_rows(snapshot, beside, verdicts)
-        rows, live_rows = judged(found), None
+        rows, beside_it = judged(found), None if before is None else sample_beside(samples, before)
         if snapshot.view.definition.bad_rows == "null":
             # what was rejected is judged by ``coverage``
             rows = rows.filter(has_values(rows, snapshot.view))
-        if before is not None:
-            try:
-                live_rows = judged(samples.of(before))
-            except SnapshotError as exc:
-                # a damaged live snapshot is to be replaced, so it refuses nothing
-                log.warning("%s", exc)
         evidence = Evidence(
             snapshot.view,
             rows,
             day_of(snapshot),
             None if is_other else computed_rows(samples, found, draft, before),
-            live_rows,
+            None if beside_it is None else judged(beside_it),
             None if before is None or not by_key else pairs_of(samples, found, draft, before),
             self._anchor(snapshot, found, neighbours.nights),
             neighbours.nights,
             alike=before is None or _is_alike(before, snapshot),
             announced=verdicts.announced.gates,
+            steps=neighbours.steps,
         )
         if snapshot.number == 0 and snapshot.partition is None:
             verdicts.anchor = [write_anchor(self.store, snapshot, found)]

@@ -34,7 +34,7 @@ from precompute.store.offline.snapshot import Snapshot, Verdict
 from precompute.store.offline.standing import Standing
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.times import Partition
-from precompute.techniques.row_errors import differing
+from precompute.techniques.row_errors import differing, first_of
 
 log = logging.getLogger(__name__)
 
@@ -162,20 +162,13 @@ class Golden:
         keys, hashes = (drawn.column(name).to_pylist() for name in ("key", "input_hash"))
         with contextlib.closing(source):
             now = source.rows(keys, with_hash=True)
-        now_of = {
-            key: (n, input_hash)
-            for n, (key, input_hash) in enumerate(
-                zip(*(now.column(name).to_pylist() for name in ("key", "input_hash")), strict=True)
-            )
-        }
-        same = [
-            n
-            for n, (key, input_hash) in enumerate(zip(keys, hashes, strict=True))
-            if key in now_of and now_of[key][1] == input_hash
-        ][:GOLDEN_ROWS]
+        found = zip(*(now.column(name).to_pylist() for name in ("key", "input_hash")), strict=True)
+        place = {pair: n for n, pair in enumerate(found)}
+        same = [n for n, pair in enumerate(zip(keys, hashes, strict=True)) if pair in place]
+        same = same[:GOLDEN_ROWS]
         self._stored = drawn.take(pa.array(same, pa.int64()))
-        inputs = now.take(pa.array([now_of[keys[n]][0] for n in same], pa.int64()))
         if same:
+            inputs = now.take(pa.array([place[keys[n], hashes[n]] for n in same], pa.int64()))
             inputs = inputs.drop_columns(["key", "input_hash"])
             self.rows = GoldenRows(self._opened.view, inputs)
 
@@ -222,8 +215,7 @@ class Golden:
         rows = computed.num_rows
         share, said = len(differs) / rows, f"of {rows} unchanged rows of snapshot {base.number}"
         message = f"{said} that were computed again {len(differs) or 'none'} come out otherwise"
-        if differs:
-            message += "; the first, {!r}: {}".format(*next(iter(differs.items())))
+        message += first_of(differs)
         self._said = message
         if differs and self._changes:
             message += f"; {self._of_code()}"
@@ -256,11 +248,9 @@ class Golden:
         held to what ``parity`` holds it to, or, where that does not judge, to what ``batch``
         does."""
         opened = self._opened
-        # only a torch model has this attribute
-        if opened.gpu is not None or getattr(opened.model, "variant", None) == opened.variant:
-            return opened.variant
         by_parity = self._config.gates.parity is not None and opened.view.fallback
-        return None if by_parity and opened.substitute is None else ASSUMED_PRECISION
+        assumed = None if by_parity and opened.substitute is None else ASSUMED_PRECISION
+        return opened.known_precision or assumed
 
     def _way_out(self) -> str:
         use, config = self._opened.view.definition.model.use, self._config

@@ -9,14 +9,16 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from precompute.jobs.config.announcement import COMPARING
 from precompute.jobs.config.gates import FeatureGates, GatesConfig
 from precompute.jobs.run.judge.feature_figures import (
+    QUANTILES,
     Figures,
     figures_of,
     kind_of,
@@ -25,7 +27,6 @@ from precompute.jobs.run.judge.feature_figures import (
 )
 from precompute.jobs.run.judge.gate_table import (
     ANCHOR,
-    ANCHOR_FACTOR,
     ANCHOR_LEAST,
     CHECKS,
     COMPUTED,
@@ -39,6 +40,7 @@ from precompute.jobs.run.judge.gate_table import (
     LOG,
     SHARE,
     UP,
+    Bound,
     Check,
 )
 from precompute.jobs.run.judge.nights import (
@@ -68,8 +70,12 @@ _SHOWN_FEATURES = 3
 """Features that a message names, at most."""
 MOST_RELATED = 2048
 """Rows that a rank correlation is of, at most."""
+MOST_STEPS = 7.0
+"""Partitions of a gap for which a limit becomes wider, at most: what is off by more is refused for
+as long as nobody accepts it."""
 _TINY = 1e-30
 _MOST_EXPONENT = 700.0
+_Row = TypeVar("_Row", Check, Bound)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +103,9 @@ class Evidence:
     None where nothing is. ``pairs`` are by key with live, ``anchor`` with an accepted snapshot of
     some nights ago. ``nights`` are those before, oldest first, of this recipe. ``alike``: live is
     of the same recipe; of another one what compares is told, and judged by no gate.
-    ``announced``: gate → the features that a change is announced of, None for all.
+    ``announced``: gate → the features that a change is announced of, None for all. ``steps``: how
+    many partitions ago the last of ``nights`` was, 1 of what is no partition: those between were
+    refused, or are not there.
     """
 
     view: FeatureView
@@ -110,6 +118,7 @@ class Evidence:
     nights: Sequence[Night] = ()
     alike: bool = True
     announced: Mapping[str, frozenset[str] | None] = field(default_factory=dict)
+    steps: float = 1.0
 
     @cached_property
     def figures(self) -> Figures:
@@ -204,22 +213,18 @@ def _first(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
     """Absolute bounds, of a view without nights of its own, and of what is announced."""
     if evidence.nights and evidence.alike and not evidence.announced:
         return
-    for feature in evidence.view.features:
-        factor = _factor(gates, "first", feature)
-        for bound in FIRST if factor is not None else ():
-            if kind_of(feature) not in bound.kinds:
-                continue
-            value = evidence.figures.get(f"{feature.name}.{bound.figure}")
-            if value is None or factor is None:
-                continue
-            # a share of 1 is the most there is
-            is_share = bound.most <= 1 < factor
-            most = 1 - (1 - bound.most) / factor if is_share else bound.most * factor
-            if bound.is_drawn:
-                most += _CHANCE * math.sqrt(most * (1 - most) / evidence.rows.num_rows)
-            ratio = value / most if most else (0.0 if value == 0 else math.inf)
-            between = (None, float(f"{most:.6g}"))
-            yield _found("first", feature, bound.figure, value, ratio, between, bound.words)
+    for feature, bound, factor in _checks(evidence.view, gates, FIRST):
+        value = evidence.figures.get(f"{feature.name}.{bound.figure}")
+        if value is None:
+            continue
+        # a share of 1 is the most there is
+        is_share = bound.most <= 1 < factor
+        most = 1 - (1 - bound.most) / factor if is_share else bound.most * factor
+        if bound.is_drawn:
+            most += _CHANCE * math.sqrt(most * (1 - most) / evidence.rows.num_rows)
+        ratio = value / most if most else (0.0 if value == 0 else math.inf)
+        between = (None, float(f"{most:.6g}"))
+        yield _found("first", feature, bound.figure, value, ratio, between, bound.words)
 
 
 def _found(
@@ -296,6 +301,10 @@ def _own_limit(
     words = f"in the {found.nights} nights before {least} to {most}"
     if least == most:
         words = f"in all {found.nights} nights before {least}"
+    if evidence.steps > 1:
+        # what wanders is so much farther from where it was
+        factor *= math.sqrt(min(evidence.steps, MOST_STEPS))
+        words += f", the last {evidence.steps:g} partitions ago"
     below, above = factor * found.below / unit, factor * found.above / unit
     return [_Limit(_unscaled(found.center, check.scale), below, above, unit, words)]
 
@@ -363,59 +372,58 @@ def _computed(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
     rows, live = evidence.computed, evidence.live
     if rows is None or live is None or min(rows.num_rows, live.num_rows) < FEWEST_ROWS:
         return
-    now, then = figures_of(rows, evidence.view), evidence.live_figures
-    if evidence.pairs is not None and len(evidence.pairs.now) >= FEWEST_ROWS:
-        now = now | evidence.moves(evidence.pairs, 1.0)
+    now, then = figures_of(rows, evidence.view), {**evidence.live_figures}
+    pairs = evidence.pairs
+    if pairs is not None and len(pairs.now) >= FEWEST_ROWS:
+        now |= evidence.moves(pairs, 1.0)
+    # of what live lacks, or has another type of, nothing is said
+    there = [f for f in evidence.view.features if f"{f.name}.null" in then]
+    for feature in there:
+        directions = None if feature.dim is None else _directions(feature, rows, live)
+        if directions is not None:
+            name = f"{feature.name}.direction"
+            now[name], then[name] = directions
     for feature, check, factor in _checks(evidence.view, gates, COMPUTED):
         name = f"{feature.name}.{check.figure}"
-        if f"{feature.name}.null" not in then:
-            # live lacks it, or has another type of it
+        if feature not in there or name not in now:
             continue
-        if check.figure == "direction":
-            directions = _directions(feature, rows, live)
-            if directions is None:
-                continue
-            value, center = directions
-        elif name not in now:
-            continue
-        else:
-            value, center = now[name], then.get(name, 0.0)
         if check.figure.startswith("moved"):
-            if evidence.pairs is None or not _judges_labels(evidence, feature, check):
+            if pairs is None or not _judges_labels(evidence, feature, check):
                 continue
-            limit = _bound_by_key(check, factor, len(evidence.pairs.now), evidence.pairs.number)
-            against = limit.words
-        elif name not in then and check.figure != "direction":
+            limit = _bound_by_key(check, factor, len(pairs.now), pairs.number)
+        elif name not in then:
             continue
         else:
-            limit = _computed_limit(check, feature, then, center, rows.num_rows, factor)
-            against = f"of the live rows {center:.4g}"
-        ratio, between = _ratio(value, limit, check), _between(check, [limit])
+            limit = _computed_limit(check, feature, then, rows.num_rows, factor)
+        ratio, between = _ratio(now[name], limit, check), _between(check, [limit])
+        of = f" of {rows.num_rows:,} rows computed"
         yield _found(
             "computed",
             feature,
             check.figure,
-            value,
+            now[name],
             ratio,
             between,
             check.words,
-            against,
-            f" of {rows.num_rows:,} rows computed",
+            limit.words,
+            of,
         )
 
 
 def _computed_limit(
-    check: Check, feature: Feature, then: Figures, center: float, rows: int, factor: float
+    check: Check, feature: Feature, then: Figures, rows: int, factor: float
 ) -> _Limit:
+    center = then[f"{feature.name}.{check.figure}"]
+    words = f"of the live rows {center:.4g}"
     if check.young is None:
         # the median is to lie between live's 5th and 95th percentile
         low, high = (then.get(f"{feature.name}.{name}", center) for name in ("p05", "p95"))
         step = 0.0 if feature.dtype.startswith("float") else 1.0
         middle, reach = (low + high) / 2, (high - low) / 2 + step
         reach = factor * (reach + 1e-9 * abs(middle))
-        return _Limit(middle, reach, reach, 1.0, "")
+        return _Limit(middle, reach, reach, 1.0, words)
     reach = check.young + _chance(check, center, rows, _CHANCE_COMPUTED)
-    return _Limit(center, factor * reach, factor * reach, 1.0, "")
+    return _Limit(center, factor * reach, factor * reach, 1.0, words)
 
 
 def _directions(feature: Feature, rows: pa.Table, live: pa.Table) -> tuple[float, float] | None:
@@ -436,36 +444,25 @@ def _anchored(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
     if anchor is None or anchor.common < FEWEST_ROWS:
         return
     moved = evidence.moves(anchor)
-    for feature in evidence.view.features:
-        factor = _factor(gates, "anchor", feature)
-        for kinds, figure, is_less_worse, words in ANCHOR if factor is not None else ():
-            name = f"{feature.name}.{figure}"
-            if kind_of(feature) not in kinds or name not in moved or factor is None:
-                continue
-            if (
-                figure == "moved.changed"
-                and evidence.figures.get(f"{feature.name}.distinct", 0) > LABELS
-            ):
-                continue
-            value = 1 - moved[name] if is_less_worse else moved[name]
-            nightly = [
-                1 - one if is_less_worse else one for _, one, _ in counted(evidence.nights, name)
-            ]
-            usually = float(np.median(nightly)) if nightly else 0.0
-            limit = factor * max(ANCHOR_LEAST, ANCHOR_FACTOR * usually)
-            limit += _CHANCE * math.sqrt(limit * (1 - min(1.0, limit)) / anchor.common)
-            between = (1 - limit, None) if is_less_worse else (None, limit)
-            yield _found(
-                "anchor",
-                feature,
-                figure,
-                moved[name],
-                value / limit,
-                between,
-                words,
-                f"since snapshot {anchor.number}, in a usual night"
-                f" {1 - usually if is_less_worse else usually:.4g}",
-            )
+    # what wanders is √nights as far as in one, what is noise each night no farther
+    nights = sum(one.number >= anchor.number for one in evidence.nights)
+    for feature, check, factor in _checks(evidence.view, gates, ANCHOR):
+        name, is_less_worse = f"{feature.name}.{check.figure}", check.side == DOWN
+        if name not in moved:
+            continue
+        distinct = evidence.figures.get(f"{feature.name}.distinct", 0)
+        if check.figure == "moved.changed" and distinct > LABELS:
+            continue
+        usually = _median_night(evidence, name)
+        usually = float(is_less_worse) if usually is None else usually
+        # how far from what it is where nothing moved
+        off, usual_off = (1 - x if is_less_worse else x for x in (moved[name], usually))
+        limit = factor * max(ANCHOR_LEAST, math.sqrt(nights) * usual_off)
+        limit += _CHANCE * math.sqrt(limit * (1 - min(1.0, limit)) / anchor.common)
+        between = (1 - limit, None) if is_less_worse else (None, limit)
+        beside = f"since snapshot {anchor.number}, in a usual night {usually:.4g}"
+        ratio, words = off / limit, check.words
+        yield _found("anchor", feature, check.figure, moved[name], ratio, between, words, beside)
 
 
 def _bounds(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
@@ -543,8 +540,8 @@ def _nor_others(count: int) -> str:
 
 
 def _checks(
-    view: FeatureView, gates: GatesConfig, checks: Sequence[Check], gate: str | None = None
-) -> Iterator[tuple[Feature, Check, float]]:
+    view: FeatureView, gates: GatesConfig, checks: Sequence[_Row], gate: str | None = None
+) -> Iterator[tuple[Feature, _Row, float]]:
     """Each feature's checks that are on, with the factor of their limits."""
     for feature in view.features:
         kind = kind_of(feature)
@@ -570,9 +567,31 @@ def _floor(evidence: Evidence, feature: Feature, check: Check, center: float) ->
     if check.gate == "moved":
         rows = 0 if evidence.pairs is None else evidence.pairs.common
     floor += _chance(check, center, rows, _CHANCE)
-    if check.scale == LEVEL and not feature.dtype.startswith("float"):
-        floor += 1 / _unit(evidence, feature, center)
+    if check.scale == LEVEL:
+        step = 0.0 if feature.dtype.startswith("float") else 1.0
+        by_chance = _quantile_chance(evidence, feature, check.figure)
+        floor += (step + by_chance) / _unit(evidence, feature, center)
     return floor
+
+
+def _quantile_chance(evidence: Evidence, feature: Feature, figure: str) -> float:
+    """How far a quantile of so few sampled rows may be off by chance, by the quantiles beside it:
+    which of the rows it is, is a share of them."""
+    levels = [_median_night(evidence, f"{feature.name}.{name}") for name in QUANTILES]
+    if None in levels:
+        return 0.0
+    share, rows = QUANTILES[figure], evidence.rows.num_rows
+    by = _CHANCE * math.sqrt(share * (1 - share) / rows)
+    least, usual, most = np.interp(
+        [share - by, share, share + by], [*QUANTILES.values()], np.array(levels, float)
+    )
+    return float(max(usual - least, most - usual))
+
+
+def _median_night(evidence: Evidence, name: str) -> float | None:
+    """What a figure usually was; None where no night has it."""
+    values = [value for _, value, _ in counted(evidence.nights, name)]
+    return float(np.median(values)) if values else None
 
 
 def _chance(check: Check, center: float, rows: int, deviations: float) -> float:
@@ -588,8 +607,9 @@ def _chance(check: Check, center: float, rows: int, deviations: float) -> float:
 def _unit(evidence: Evidence, feature: Feature, center: float) -> float:
     """The spread of a feature's values: of its nights, else of what is live."""
     name = f"{feature.name}.spread"
-    spreads = [value for _, value, _ in counted(evidence.nights, name)]
-    spread = float(np.median(spreads)) if spreads else evidence.live_figures.get(name, 0.0)
+    spread = _median_night(evidence, name)
+    if spread is None:
+        spread = evidence.live_figures.get(name, 0.0)
     return spread or 0.05 * abs(center) or 1.0
 
 
@@ -650,7 +670,12 @@ def _between(check: Check, limits: Sequence[_Limit]) -> Limits:
     )
 
 
-_ENDS = {SHARE: (0.0, 1.0), FALL: (-1.0, 1.0), CORRELATION: (-1.0, 1.0)}
+_ENDS = {
+    SHARE: (0.0, 1.0),
+    COUNT: (0.0, math.inf),
+    FALL: (-1.0, 1.0),
+    CORRELATION: (-1.0, 1.0),
+}
 """Least and largest value that a figure can have."""
 
 
@@ -702,7 +727,8 @@ def _verdicts(evidence: Evidence, found: Sequence[_Found], by: str | None = None
     return verdicts
 
 
-COMPARES = ("null", "constant", "shape", "computed", "moved", "anchor", "never")
+COMPARES = ("null", "constant", *COMPARING)
+"""Gates that compare rows with those of nights before."""
 
 
 def _is_announced(evidence: Evidence, found: _Found) -> bool:

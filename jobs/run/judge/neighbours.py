@@ -23,11 +23,12 @@ class Neighbours(NamedTuple):
     """What is known of what was before a snapshot: ``nights``, the figures of the last ones, the
     oldest first; of a partition besides ``before``, the one before it in data time, and ``week``,
     that of the week before, on the same weekday. Each was made as the snapshot was, is usable and
-    has rows; None without any."""
+    has rows; None without any. ``steps``: how many partitions ago ``before`` was."""
 
     nights: Sequence[Night] = ()
     before: Snapshot | None = None
     week: Snapshot | None = None
+    steps: float = 1.0
 
     def alternatives(self, readers: Snapshot | None = None) -> list[Snapshot]:
         """What a partition may have as many rows as, and the keys of: what readers have in place of
@@ -42,14 +43,13 @@ def neighbours_of(store: ViewStore, snapshot: Snapshot) -> Neighbours:
     Raises:
         UnreadableError: something cannot be read now.
     """
+    own = Partition.parse(snapshot.partition or "")
+    length, week = own.end - own.start, timedelta(days=7)
     earlier = list(islice(Standing(store).earlier_partitions(snapshot), MOST_PARTITIONS))
-    day = _week_before(snapshot.partition or "")
-    week = next((one for one in earlier[1:] if one.partition == day), None)
+    if not earlier:
+        return Neighbours()
+    day = str(Partition(own.start - week, own.end - week))
+    of_week = next((one for one in earlier[1:] if one.partition == day), None)
     nights = tuple(night_of(store, one) for one in reversed(earlier))
-    return Neighbours(nights, earlier[0] if earlier else None, week)
-
-
-def _week_before(partition: str) -> str:
-    """The partition of the same length a week before."""
-    week, own = timedelta(days=7), Partition.parse(partition)
-    return str(Partition(own.start - week, own.end - week))
+    steps = (own.start - Partition.parse(earlier[0].partition or "").start) / length
+    return Neighbours(nights, earlier[0], of_week, max(1.0, float(round(steps))))

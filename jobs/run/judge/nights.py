@@ -3,8 +3,11 @@
 A night is the newest snapshot of a day that was accepted, or a partition. Tonight's figure x is
 compared with the median c of the last 28: it may be off by k(n) standard deviations s of theirs,
 the farthest night left out. k(n) is such that of 50 figures one is off by chance once in 200 nights
-(Monte Carlo of n + 1 normal values, two-sided). Where figures follow the weekday, which halves s,
-c is that weekday's median.
+(Monte Carlo of n + 1 normal values, two-sided). Nights that are like the one before tell less: n is
+then how many independent ones say as much, n (1 - r) / (1 + r) of their correlation r with the one
+before (of a mean of 30 days next to nothing). Where figures follow the weekday, which halves s, c
+is that weekday's median. Storms come more often than normal values say: what is no farther from c
+than %MOST% times the farthest of these nights passes, too.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from precompute.store.offline.segment import Part
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.view_store import ViewStore
 
+F8 = np.ndarray[tuple[int], np.dtype[np.float64]]
 log = logging.getLogger(__name__)
 
 ANCHOR_NIGHTS = 7
@@ -38,6 +42,8 @@ SURE_NIGHTS = 14
 """Nights up to which fixed bounds stay on beside the view's own limits."""
 _K_NIGHTS = (7, 14, 21, 28)
 _K = (17.2, 7.2, 6.1, 5.5)
+_FEWEST_INDEPENDENT = 10
+"""Independent nights that n nights are at least, however alike each is the one before."""
 
 
 class Night(Record, frozen=True):
@@ -97,25 +103,26 @@ def usual(values: Sequence[Value], day: str, floor: float = 0.0) -> Usual | None
     if n < FEWEST_NIGHTS:
         return None
     x = np.array([one.value for one in values])
-    center, spread = float(np.median(x)), _spread(x - np.median(x))
+    center = float(np.median(x))
+    off, lost = x - center, 1
     weekdays = [weekday(one.day) for one in values]
     today = weekday(day)
     if n >= SURE_NIGHTS and today is not None and weekdays.count(today) >= 2:
         own = {w: np.median(x[[v == w for v in weekdays]]) for w in set(weekdays)}
-        of_weekday = _spread(x - np.array([own[w] for w in weekdays]))
+        of_weekday = x - np.array([own[w] for w in weekdays])
         # each weekday's median takes one of what the residuals have to tell
-        of_weekday *= math.sqrt((n - 1) / max(1, n - len(own)))
-        if of_weekday < spread / 2:
-            center, spread = float(own[today]), of_weekday
-    reach = max(float(np.interp(n, _K_NIGHTS, _K)) * spread, floor)
+        if _spread(of_weekday, len(own)) < _spread(off) / 2:
+            center, off, lost = float(own[today]), of_weekday, len(own)
+    k = float(np.interp(_independent(off), _K_NIGHTS, _K))
+    reach = max(k * _spread(off, lost), floor)
     may = []
     for one, of_day in zip(values, weekdays, strict=True):
-        off = one.value - center
+        by = one.value - center
         # what somebody accepted may come again, about, and what that weekday was, half as far again
         if one.is_accepted:
-            may.append(off + math.copysign(reach, off))
+            may.append(by + math.copysign(reach, by))
         elif of_day is not None and of_day == today:
-            may.append(off + math.copysign(max(floor, abs(off) / 2), off))
+            may.append(by + math.copysign(max(floor, abs(by) / 2), by))
     below, above = (max(reach, *(sign * one for one in may), 0.0) for sign in (-1, 1))
     return Usual(center, below, above, n)
 
@@ -128,10 +135,23 @@ def last_alike(values: Sequence[Value], day: str) -> Value:
     return (same or alike or values)[-1]
 
 
-def _spread(off: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float:
-    """Standard deviation without the farthest."""
-    kept = np.delete(off, np.abs(off).argmax())
-    return float(kept.std(ddof=1)) if len(kept) > 1 else 0.0
+def _spread(off: F8, lost: int = 1) -> float:
+    """Standard deviation without the farthest, of values that have ``lost`` less to tell."""
+    n, kept = len(off), np.delete(off, np.abs(off).argmax())
+    if len(kept) < 2:
+        return 0.0
+    return float(kept.std(ddof=1)) * math.sqrt((n - 1) / max(1, n - lost))
+
+
+def _independent(off: F8) -> float:
+    """How many independent values say as much (J. von Neumann, Annals of Mathematical Statistics
+    1941: steps between independent values are twice their variance)."""
+    n, variance = len(off), float(off.var())
+    if variance == 0:
+        return n
+    # 1 - r, no more than 1
+    steps = min(1.0, float(np.square(np.diff(off)).mean()) / (2 * variance))
+    return max(min(n, _FEWEST_INDEPENDENT), n * steps / (2 - steps))
 
 
 def weekday(day: str) -> int | None:

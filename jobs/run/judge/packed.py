@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
+from precompute.jobs.run.judge.feature_figures import matrix_of
 from precompute.jobs.run.judge.verdicts import Verdicts
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.online.codec import RowCodec
@@ -21,8 +21,7 @@ def judge_packed(feature: Feature, sample: pa.Table, view: FeatureView, verdicts
         return
     column = sample.column(feature.name).drop_null()
     # What is not finite comes back as NaN, and is the gate ``finite``'s.
-    if len(column):
-        column = column.filter(pa.array(np.isfinite(_matrix(column)).all(axis=1)))
+    column = column.filter(pa.array(np.isfinite(matrix_of(column)).all(axis=1)))
     if not len(column):
         return
     full = pa.RecordBatch.from_arrays([column.combine_chunks()], [feature.name])
@@ -55,9 +54,3 @@ def _as_packed(feature: Feature, full: pa.RecordBatch, view: FeatureView) -> Fea
     return compare(full, pa.RecordBatch.from_arrays(columns, [feature.name]), alone).features[
         feature.name
     ]
-
-
-def _matrix(column: pa.ChunkedArray) -> npt.NDArray[np.float64]:
-    """[rows, dim] of vectors without nulls, of a row at least."""
-    values = column.combine_chunks().flatten()
-    return np.asarray(values).astype(np.float64).reshape(len(column), -1)

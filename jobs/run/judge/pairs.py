@@ -39,6 +39,27 @@ def judged(sample: SnapshotSample) -> pa.Table:
     return sample.rows.slice(0, JUDGED_ROWS)
 
 
+def sample_beside(samples: Samples, other: Snapshot) -> SnapshotSample | None:
+    """The sample of a snapshot that another one is compared with; None of a damaged one, which is
+    to be replaced, so that it refuses nothing."""
+    try:
+        return samples.of(other)
+    except SnapshotError as exc:
+        log.warning("%s", exc)
+        return None
+
+
+def _comparable(
+    samples: Samples, now: SnapshotSample, snapshot: Snapshot, other: Snapshot
+) -> tuple[SnapshotSample, npt.NDArray[np.int64]] | None:
+    """The sample of another snapshot, and positions of its rows that can be looked for in ``now``;
+    None where that cannot be told."""
+    entity = snapshot.view.entity
+    then = sample_beside(samples, other) if other.view.entity == entity else None
+    known = None if then is None else then.comparable(now, entity)
+    return None if then is None or known is None else (then, known)
+
+
 def pairs_of(
     samples: Samples, now: SnapshotSample, snapshot: Snapshot, other: Snapshot
 ) -> Pairs | None:
@@ -57,18 +78,11 @@ def pairs_of(
         for f in snapshot.view.features
         if (f.dim is None or same_space) and f.name in other.view.feature_names
     ]
-    if not features or other.view.entity != entity:
+    found = _comparable(samples, now, snapshot, other) if features else None
+    if found is None:
         return None
-    try:
-        then, before, after = samples.of(other), *map(samples.layers, (other, snapshot))
-    except SnapshotError as exc:
-        # what is damaged is to be replaced, so it refuses nothing
-        log.warning("%s", exc)
-        return None
-    known = then.comparable(now, entity)
-    if known is None:
-        return None
-    gone = rows_beside(before, after).count
+    then, known = found
+    gone = rows_beside(samples.layers(other), samples.layers(snapshot)).count
     # a row in the same place of the same file is the same
     old = then.rows.take(pa.array(known[~np.isin(then.places[known], now.places)]))
     new = now.rows.take(pa.array(np.flatnonzero(~np.isin(now.places, then.places))))
@@ -139,18 +153,10 @@ def keys_gone(
         snapshot: the one.
         other: the other.
     """
-    entity = snapshot.view.entity
-    if other.view.entity != entity:
+    found = _comparable(samples, now, snapshot, other)
+    if found is None or not len(found[1]):
         return None
-    try:
-        then = samples.of(other)
-    except SnapshotError as exc:
-        # what is damaged is to be replaced, so it refuses nothing
-        log.warning("%s", exc)
-        return None
-    known = then.comparable(now, entity)
-    if known is None or not len(known):
-        return None
+    (then, known), entity = found, snapshot.view.entity
     keys = key_column(then.rows.take(pa.array(known)), entity)
     return 1 - (pc.sum(pc.is_in(keys, key_column(now.rows, entity))).as_py() or 0) / len(keys)
 

@@ -11,7 +11,15 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from precompute.jobs.run.judge.feature_figures import MISSING_WORDS, NUMBER, VECTOR, kind_of
+from precompute.jobs.run.judge.feature_figures import (
+    MISSING_WORDS,
+    NUMBER,
+    VECTOR,
+    kind_of,
+    matrix_of,
+    numbers_of,
+    spread_of,
+)
 from precompute.store.feature_view import Feature
 
 SHOWN_KEYS = 10
@@ -105,16 +113,16 @@ def row_moves(pairs: Beside, feature: Feature) -> Numbers:
     there = [np.asarray(column.is_valid()) for column in (now, then)]
     both = there[0] & there[1]
     moves = np.where(there[0] != there[1], np.inf, 0.0)
-    a, b = (column.filter(pa.array(both)).combine_chunks() for column in (now, then))
+    a, b = (column.filter(pa.array(both)) for column in (now, then))
     if not both.any() or a.type != b.type:
         return moves
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         if kind_of(feature) == NUMBER:
-            x, y = (np.asarray(values).astype(np.float64) for values in (a, b))
+            x, y = numbers_of(a), numbers_of(b)
             found = np.abs(x - y) / (MOVED_SPREADS * _spread(y))
             same = x == y
         elif kind_of(feature) == VECTOR:
-            x, y = (np.asarray(v.flatten()).astype(np.float64).reshape(len(v), -1) for v in (a, b))
+            x, y = matrix_of(a), matrix_of(b)
             off, lengths = np.linalg.norm(x - y, axis=1), np.linalg.norm(y, axis=1)
             found, same = off / (MOVED_LENGTHS * lengths), off == 0
         else:
@@ -128,8 +136,7 @@ def _spread(values: Numbers) -> float:
     finite = values[np.isfinite(values)]
     if not len(finite):
         return 1.0
-    low, high = np.quantile(finite, [0.1, 0.9])
-    return float((high - low) / 2.56) or float(finite.std()) or abs(float(finite[0])) or 1.0
+    return spread_of(finite) or abs(float(finite[0])) or 1.0
 
 
 def _alone(column: pa.ChunkedArray, feature: Feature, figure: str) -> Flags | None:

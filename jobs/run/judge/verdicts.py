@@ -8,7 +8,6 @@ from precompute.jobs.config.announcement import UNANNOUNCED, Announced
 from precompute.jobs.config.gates import GatesConfig
 from precompute.jobs.run.judge.nights import Limits
 from precompute.store.feature_view import Substitute
-from precompute.store.offline.row_figures import RowFigures
 from precompute.store.offline.segment import Part
 from precompute.store.offline.snapshot import Verdict
 
@@ -31,8 +30,6 @@ class Verdicts:
         self.all: list[Verdict] = []
         self.limits: dict[str, Limits] = {}
         """Between which values the gates on features let each figure pass."""
-        self.figures = RowFigures()
-        """What was counted of its rows."""
         self.anchor: list[Part] = []
         """File of some of its rows."""
         self.substitute: Substitute | None = None
@@ -66,16 +63,12 @@ class Verdicts:
         if limit is not None:
             self.all.append(self.announced.told(Verdict(gate, passed, measured, limit, message)))
 
-    def at_most(
-        self, gate: str, measured: float, limit: float | None, message: str, chance: float = 0.0
-    ) -> None:
-        """:meth:`add` of a gate that is passed up to its limit, and ``chance`` beyond it."""
-        passed = limit is None or measured <= limit + chance + _ROUNDING
+    def at_most(self, gate: str, measured: float, limit: float | None, message: str) -> None:
+        """:meth:`add` of a gate that is passed up to its limit."""
+        passed = limit is None or measured <= limit + _ROUNDING
         self.add(gate, measured, limit, passed, message, max)
 
-    def at_least(
-        self, gate: str, measured: float, limit: float | None, message: str, chance: float = 0.0
-    ) -> None:
-        """:meth:`add` of a gate that is passed down to its limit, and ``chance`` beyond it."""
-        passed = limit is None or measured >= limit - chance - _ROUNDING
+    def at_least(self, gate: str, measured: float, limit: float | None, message: str) -> None:
+        """:meth:`add` of a gate that is passed down to its limit."""
+        passed = limit is None or measured >= limit - _ROUNDING
         self.add(gate, measured, limit, passed, message, min)

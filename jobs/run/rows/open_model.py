@@ -272,6 +272,14 @@ class OpenModel:
         name: str = getattr(self.model.device, "wanted", self.model.device.name.partition(":")[0])
         return name if name.startswith("cuda") else None
 
+    @property
+    def known_precision(self) -> str | None:
+        """:attr:`variant`, by which two computations of one row may differ; None of a user's model,
+        which says nothing of its precision."""
+        # only a torch model has this attribute
+        by_torch = self.gpu is not None or getattr(self.model, "variant", None) == self.variant
+        return self.variant if by_torch else None
+
     def convert(self) -> None:
         """Convert the model from float32 to the view's precision. Called once there is a row to
         compute, since the conversion needs rows of the source as examples; a second call does

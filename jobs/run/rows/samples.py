@@ -26,16 +26,8 @@ from precompute.store.disk.record import replace
 from precompute.store.errors import SnapshotError
 from precompute.store.feature_view import SCALAR_TYPES, FeatureView
 from precompute.store.keys import key_column
+from precompute.store.offline.odd_rows import Numbers, odd_rows
 from precompute.store.offline.part_file import ROW_GROUP_BYTES, Layers, row_bytes
-from precompute.store.offline.row_figures import (
-    NOT_FINITE,
-    VALUELESS,
-    ZERO,
-    Numbers,
-    RowFigures,
-    count,
-    odd_rows,
-)
 from precompute.store.offline.segment import ALL_HASHES, Part
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.stored_file import parsing
@@ -206,7 +198,8 @@ class SnapshotSample:
     order of their ``hashes``.
 
     Two samples of one :class:`Samples` have the very same row where ``places`` are equal, int64
-    [rows]. ``living`` counts all living rows, ``odd`` those of each kind.
+    [rows]. ``living`` counts all living rows, ``odd`` those of each kind of
+    :mod:`precompute.store.offline.odd_rows`.
     """
 
     rows: pa.Table
@@ -215,17 +208,6 @@ class SnapshotSample:
     below: int
     living: int
     odd: Mapping[str, int]
-
-    def figures(self, view: FeatureView) -> RowFigures:
-        """Of the snapshot: the odd rows counted, all else of the sample."""
-        names = [one.name for one in view.features]
-        return replace(
-            count(self.rows.to_batches(), view),
-            rows=self.living,
-            not_finite=self.odd.get(NOT_FINITE, 0),
-            valueless=self.odd.get(VALUELESS, 0),
-            zeros={name: self.odd[ZERO + name] for name in names if self.odd.get(ZERO + name)},
-        )
 
     def comparable(self, other: SnapshotSample, entity: Sequence[str]) -> Numbers | None:
         """Positions of its rows whose keys the other has, if its snapshot does; None where that

@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from precompute.jobs.config.project import Project, read_tuning
-from precompute.jobs.ops.gate_history import GateHistory, gate_history, judged_snapshot
+from precompute.jobs.ops.gate_history import GateHistory, beside, gate_history, judged_snapshot
 from precompute.jobs.ops.history import find_run, rejections
+from precompute.jobs.run.judge.feature_figures import has_feature, matrix_of
+from precompute.jobs.run.judge.pairs import judged
 from precompute.jobs.run.report import COMPUTING
+from precompute.jobs.run.rows.samples import Samples
 from precompute.plugins.page.figures import REPORT, RUNS
 from precompute.plugins.page.night_lines import night_line
 from precompute.plugins.page.page import (
@@ -36,11 +38,9 @@ from precompute.plugins.page.page import (
 from precompute.store.disk.durable_file import disk_message, replace_undurably
 from precompute.store.disk.record import plain, record_of
 from precompute.store.errors import ConfigError, SnapshotError
-from precompute.store.feature_view import Feature
-from precompute.store.history.changes import beside, figures_of, shown_figure
+from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.keys import key_column
 from precompute.store.offline.log import Publishing
-from precompute.store.offline.row_figures import quantiles
 from precompute.store.offline.runs import Report
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.view_store import ViewStore
@@ -48,48 +48,47 @@ from precompute.store.times import Sighting, as_us, microseconds, parsed_time
 from precompute.store.vectors.index_files import IndexFigures, index_figures
 
 ROWS, ROWS_BEFORE = 1500, 500
-"""Drawn of the snapshot, and of the one it is compared with."""
+"""On a map, of the snapshot and of the one it is compared with."""
 
 _Floats = npt.NDArray[np.float64]
 
 
 def row_map(
-    store: ViewStore,
-    snapshot: Snapshot,
-    other: Snapshot | None,
+    rows: pa.Table,
+    before: pa.Table | None,
     feature: Feature,
-    began: datetime | None,
+    entity: Sequence[str],
+    began_us: float,
 ) -> RowMap | None:
-    """A sample of one vector feature.
+    """Some rows by one vector feature.
 
     Args:
-        store: of the view.
-        snapshot: whose rows are shown.
-        other: the one it is compared with; its rows are shown too where the same model made them:
-            those of another are in another space.
-        feature: a vector.
-        began: when the run began; rows computed since are its own.
+        rows: of the snapshot, in no order.
+        before: of the one it is compared with; None where another model made them, whose vectors
+            are in another space.
+        feature: a vector, which both have.
+        entity: columns of the key.
+        began_us: when the run began, µs since 1970; rows computed since are its own.
 
     Returns:
         None where fewer than three rows have a finite vector.
-
-    Raises:
-        SnapshotError: a file is missing or damaged.
     """
-    vectors, keys, computed_us = _sample(store, snapshot, feature, ROWS)
+    rows, vectors = _finite(rows, feature)
     if len(vectors) < 3:
         return None
+    rows, vectors = rows.slice(0, ROWS), vectors[:ROWS]
     middle, axes, shares = principal_axes(vectors)
+    is_new = np.asarray(rows.column("computed_at").cast(pa.int64())) >= began_us
+    keys = key_column(rows, entity).to_pylist()
+    kinds = ["new" if one else "unchanged" for one in is_new.tolist()]
     places = (vectors - middle) @ axes
-    began_us = None if began is None else as_us(began)
-    kinds = [
-        "new" if began_us is not None and at >= began_us else "unchanged"
-        for at in computed_us.tolist()
-    ]
-    if other is not None and other.made_by == snapshot.made_by and feature in other.view.features:
-        before, keys_before, _ = _sample(store, other, feature, ROWS_BEFORE)
-        places = np.concatenate([(before - middle) @ axes, places])
-        keys, kinds = keys_before + keys, ["before"] * len(before) + kinds
+    if before is not None:
+        before, vectors = _finite(before.slice(0, ROWS_BEFORE), feature)
+        places = np.concatenate([(vectors - middle) @ axes, places])
+        keys, kinds = (
+            key_column(before, entity).to_pylist() + keys,
+            ["before"] * len(vectors) + kinds,
+        )
     low, high = places.min(axis=0), places.max(axis=0)
     # one scale for both directions: distances on the map are to each other as they are
     scale = float((high - low).max()) or 1.0
@@ -101,24 +100,12 @@ def row_map(
     return RowMap(feature.name, points, shares, len(points))
 
 
-def _sample(
-    store: ViewStore, snapshot: Snapshot, feature: Feature, rows: int
-) -> tuple[_Floats, list[str], npt.NDArray[np.int64]]:
-    """Finite vectors, float64 [rows, dim], their key texts, and when they were computed, µs since
-    1970."""
-    assert feature.dim is not None
-    if not snapshot.rows:
-        return np.empty((0, feature.dim)), [], np.empty(0, np.int64)
-    table = store.sample(
-        snapshot, rows, [*snapshot.view.entity, feature.name, "computed_at"]
-    ).combine_chunks()
-    table = table.filter(pc.is_valid(table.column(feature.name)))
-    column = table.column(feature.name).combine_chunks()
-    vectors = np.asarray(column.flatten(), np.float64).reshape(-1, feature.dim)
+def _finite(rows: pa.Table, feature: Feature) -> tuple[pa.Table, _Floats]:
+    """The rows with a finite vector, and these, float64 [rows, dim]."""
+    rows = rows.filter(rows.column(feature.name).is_valid())
+    vectors = matrix_of(rows.column(feature.name))
     finite = np.isfinite(vectors).all(axis=1)
-    keys = key_column(table, snapshot.view.entity).filter(pa.array(finite)).to_pylist()
-    computed_us = np.asarray(table.column("computed_at").cast(pa.int64()))
-    return vectors[finite], keys, computed_us[finite]
+    return rows.filter(pa.array(finite)), vectors[finite]
 
 
 def principal_axes(vectors: _Floats) -> tuple[_Floats, _Floats, tuple[float, float]]:
@@ -160,9 +147,9 @@ DAYS = 14.0
 """Days of freshness that are shown."""
 MAPS = 3
 """Vectors that are drawn, the first ones: each takes a quarter of a megabyte."""
-BINS, COMMONEST = 24, 8
-"""What is plotted of a feature's values: bars of numbers, and values of texts, labels and
-items."""
+BINS, COMMONEST, SHOWN_LETTERS = 24, 8, 60
+"""What is plotted of a feature's values: bars of numbers, values of texts, labels and items, and
+letters of one."""
 _STEPS = np.linspace(0.0025, 0.9975, 400)
 
 
@@ -241,14 +228,16 @@ def run_figures(store: ViewStore, report: Report) -> RunFigures:
             judged_by = gates.said()
         except SnapshotError as exc:
             notes.append(str(exc))
-        features = [_section(feature, snapshot, other, gates) for feature in snapshot.view.features]
-        began = None if report.snapshot is None else parsed_time(report.started_at)
-        vectors = [
-            f for f in snapshot.view.features if f.dim is not None and f.dtype.startswith("float")
+        rows, before = (_rows(Samples(store), one, notes) for one in (snapshot, other))
+        features = [
+            _section(feature, snapshot, other, gates, *_bars(feature, rows, before))
+            for feature in snapshot.view.features
         ]
-        for feature in vectors[:MAPS]:
-            drawn = row_map(store, snapshot, other, feature, began)
-            maps += [] if drawn is None else [drawn]
+        # of another model, vectors are in another space
+        same_space = other is not None and other.made_by == snapshot.made_by
+        began = None if report.snapshot is None else parsed_time(report.started_at)
+        began_us = math.inf if began is None else as_us(began)
+        maps = _maps(snapshot.view, rows, before if same_space else None, began_us)
     now_s = time.time()
     return RunFigures(
         report,
@@ -353,20 +342,37 @@ def _index(store: ViewStore, report: Report, snapshot: Snapshot | None) -> dict[
     return None if found is None else dict(plain(found))
 
 
+def _rows(samples: Samples, snapshot: Snapshot | None, notes: list[str]) -> pa.Table | None:
+    """The rows of a snapshot that its figures are of, in the order of their keys' hashes; None
+    where there are none, or they are damaged."""
+    try:
+        return judged(samples.of(snapshot)) if snapshot is not None and snapshot.rows else None
+    except SnapshotError as exc:
+        notes.append(str(exc))
+        return None
+
+
+def _maps(
+    view: FeatureView, rows: pa.Table | None, before: pa.Table | None, began_us: float
+) -> list[RowMap]:
+    vectors = [f for f in view.features if f.dim is not None and f.dtype.startswith("float")]
+    found = []
+    for feature in vectors[:MAPS] if rows is not None else ():
+        then = before if before is not None and has_feature(before, feature) else None
+        found.append(row_map(rows, then, feature, view.entity, began_us))
+    return [one for one in found if one is not None]
+
+
 def _section(
-    feature: Feature, snapshot: Snapshot, other: Snapshot | None, gates: GateHistory | None
+    feature: Feature,
+    snapshot: Snapshot,
+    other: Snapshot | None,
+    gates: GateHistory | None,
+    of: str,
+    bars: Sequence[Bar],
 ) -> FeatureSection:
-    lines = (
-        [
-            (b.figure, shown_figure(b.first), shown_figure(b.second))
-            for b in beside(feature, other, snapshot)
-        ]
-        if other
-        else []
-    )
-    lines = lines or [
-        (name, "", shown_figure(value)) for name, value in figures_of(feature, snapshot).items()
-    ]
+    figures = beside(feature, other or snapshot, snapshot)
+    lines = [(one.words, *one.shown()) for one in figures if one.first or one.second]
     shape = (
         f"[{feature.dim}]"
         if feature.dim is not None
@@ -374,16 +380,18 @@ def _section(
         if feature.max_items is not None
         else ""
     )
-    of, bars = _bars(feature, snapshot, other)
     looked_at = () if gates is None else gates.figures
     nights = [night_line(one) for one in looked_at if one.feature == feature.name]
     return FeatureSection(feature.name, f"{feature.dtype}{shape}", lines, bars, of, nights)
 
 
-def _bars(feature: Feature, snapshot: Snapshot, other: Snapshot | None) -> tuple[str, list[Bar]]:
-    """What is plotted of a feature: the commonest values where there are few different ones, else
-    how numbers, or lengths, spread."""
-    common = [_common(feature, one) for one in (other, snapshot)]
+def _bars(
+    feature: Feature, rows: pa.Table | None, before: pa.Table | None
+) -> tuple[str, list[Bar]]:
+    """What is plotted of a feature, beside what it was: the commonest values where there are few
+    different ones, else how numbers, or lengths, spread."""
+    values = [_values(feature, one) for one in (before, rows)]
+    common = [_common(feature, one) for one in values]
     if len(common[1]) > 1 and sum(common[1].values()) > 0.5:
         names = sorted(
             {*common[0], *common[1]}, key=lambda name: -max(of.get(name, 0.0) for of in common)
@@ -391,7 +399,7 @@ def _bars(feature: Feature, snapshot: Snapshot, other: Snapshot | None) -> tuple
         return COMMONEST_VALUES, [
             Bar(name, common[0].get(name, 0.0), common[1].get(name, 0.0)) for name in names
         ]
-    spreads = [_spread(feature, one) for one in (other, snapshot)]
+    spreads = [_spread(feature, one) for one in values]
     there = [spread for spread in spreads if len(spread)]
     if not len(spreads[1]):
         return "", []
@@ -417,31 +425,48 @@ def _bars(feature: Feature, snapshot: Snapshot, other: Snapshot | None) -> tuple
     ), bars
 
 
-def _common(feature: Feature, snapshot: Snapshot | None) -> dict[str, float]:
-    """The commonest values of a text, label or list → their share; none of floats."""
-    if snapshot is None or snapshot.figures is None or feature.dtype.startswith("float"):
-        return {}
-    figures = snapshot.figures.values.get(feature.name)
-    if figures is None or not figures.looked_at:
-        return {}
-    ranked = sorted(figures.common.items(), key=lambda item: -item[1])
-    return {value: times / figures.looked_at for value, times in ranked[:COMMONEST]}
+def _values(feature: Feature, rows: pa.Table | None) -> pa.ChunkedArray:
+    """Those of a feature, not null; none where there are no rows with it, of its type."""
+    if rows is None or not has_feature(rows, feature):
+        return pa.chunked_array([], feature.arrow_type)
+    return rows.column(feature.name).drop_null()
 
 
-def _spread(feature: Feature, snapshot: Snapshot | None) -> Any:
-    """400 values that stand for all: numbers, or lengths of vectors, texts and lists; float64."""
-    figures = None if snapshot is None else snapshot.figures
-    if (
-        figures is not None
-        and feature.name in figures.vectors
-        and figures.vectors[feature.name].norms
-    ):
-        return np.asarray(figures.vectors[feature.name].norm_quantiles(_STEPS.tolist()))
-    values = None if figures is None else figures.values.get(feature.name)
-    if values is None or not (values.buckets or values.lengths):
-        return np.empty(0)
-    found = np.asarray(quantiles(values.buckets or values.lengths, _STEPS.tolist()))
-    return found[np.isfinite(found)]
+def _common(feature: Feature, values: pa.ChunkedArray) -> dict[str, float]:
+    """The commonest values of a text, label or list → their share; none of floats and vectors."""
+    if feature.dim is not None or feature.dtype.startswith("float"):
+        return {}
+    if feature.max_items is not None:
+        values = pc.list_flatten(values).drop_null()
+    counts = pc.value_counts(values.combine_chunks())
+    times = np.asarray(counts.field(1))
+    # of equal ones in the order of the rows
+    first = np.argsort(-times, kind="stable")[:COMMONEST]
+    names = [
+        one if isinstance(one, str) else repr(one)
+        for one in counts.field(0).take(first).to_pylist()
+    ]
+    shares = (times[first] / max(1, len(values))).tolist()
+    return {
+        name if len(name) <= SHOWN_LETTERS else f"{name[:SHOWN_LETTERS]}…": share
+        for name, share in zip(names, shares, strict=True)
+    }
+
+
+def _spread(feature: Feature, values: pa.ChunkedArray) -> _Floats:
+    """400 values that stand for all: numbers, or lengths of vectors, texts and lists."""
+    if feature.dim is not None:
+        with np.errstate(over="ignore", invalid="ignore"):
+            numbers = np.linalg.norm(matrix_of(values), axis=1)
+    elif feature.max_items is not None:
+        numbers = pc.list_value_length(values)
+    elif feature.dtype == "string":
+        numbers = pc.utf8_length(values)
+    else:
+        numbers = values.cast(pa.int8()) if feature.dtype == "bool" else values
+    finite: _Floats = np.asarray(numbers, np.float64)
+    finite = finite[np.isfinite(finite)]
+    return np.quantile(finite, _STEPS, method="inverted_cdf") if len(finite) else finite
 
 
 def ages(store: ViewStore, now_s: float, days: float = DAYS) -> Iterator[Age]:

@@ -48,7 +48,7 @@ model:
 features: {{label: {{dtype: string}}, score: {{dtype: float64}}}}
 ttl: 26h
 max_rejected: 0.02
-gates: {{constant: null}}
+gates: {{constant: null, shape: null}}
 fallback: {{enabled: true, deadline: 5s}}
 """
 
@@ -205,7 +205,7 @@ def test_what_a_broken_service_answered_is_sent_again_once_it_is_mended(
         (tmp_path / "views" / "vectors.yaml").write_text(VECTORS.format(url=stand_in.url))
         scene, bad = Scene(tmp_path, {}), {i for i in range(60) if is_bad(i)}
         assert scene.cli("run", "vectors") == (3 if gated else 0)
-        assert ("duplicates: " in capfd.readouterr().err) == gated
+        assert ("first: embedding: share of one vector 0.6667" in capfd.readouterr().err) == gated
         assert stand_in.seen.total() == 60
         stand_in.behave = lambda text, seen: None
         # neither computes again what is cached

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from precompute.plugins.page.figures import REPORT, feature_words, report_path
-from precompute.plugins.page.page import RunFigures, run_page
-from precompute.plugins.page.run_figures import principal_axes
+from precompute.plugins.page.page import COMMONEST_VALUES, Bar, RunFigures, run_page
+from precompute.plugins.page.run_figures import principal_axes, run_figures
 from precompute.plugins.page.tests.test_page import Parsed, harmless, report
 from precompute.store.feature_view import LibraryCheck
 from tests.fixtures import MakeProject
@@ -51,7 +52,6 @@ def test_the_page_of_a_run_escapes_whatever_it_shows(hostile: Scene, capsys: Cap
         "1 rows got no value",
         f"model: ValueError: {EVIL}",
         "30 written",
-        f"commonest {EVIL} (",
     ):
         assert words in page.text, words
     assert any(EVIL[:40] in text for text in page.texts)
@@ -119,6 +119,44 @@ def test_a_failed_run_has_a_page_too(
     assert project.cli("report", "numbers", "--run", first) == 0
     page = Parsed((project.root / "numbers" / REPORT).read_text(encoding="utf-8"))
     assert "beside snapshot 3, which is live" in page.text
+
+
+def test_what_is_drawn_of_a_feature_is_of_its_rows(make_project: MakeProject) -> None:
+    """The commonest labels, how numbers and lengths spread; nothing of what is damaged."""
+    ids = range(100)
+    columns = {
+        "label": (["a"] * 50 + ["b" * 70] * 30 + ["c"] * 20, {"dtype": "string"}),
+        "score": ([0.0, *map(float, range(1, 99)), 1e9], {"dtype": "float64"}),
+        "top": ([[1, 2]] * 50 + [[1]] * 50, {"dtype": "int64", "max_items": 2}),
+        "scores": ([[0.5] * (i % 3) for i in ids], {"dtype": "float32", "max_items": 2}),
+        "vector": ([[float(i + 1), 0.0] for i in ids], {"dtype": "float32", "dim": 2}),
+    }
+    scene = make_project(
+        pa.table({"id": ids} | {name: values for name, (values, _) in columns.items()}),
+        view=OPEN
+        | {
+            "model": {"use": "columns"},
+            "features": {name: kind for name, (_, kind) in columns.items()},
+        },
+    )
+    done = scene.run()
+    figures = run_figures(scene.store, done)
+    drawn = {section.name: (section.of, section.bars) for section in figures.features}
+    assert drawn["label"] == (
+        COMMONEST_VALUES,
+        [Bar("a", 0.0, 0.5), Bar("b" * 60 + "…", 0.0, 0.3), Bar("c", 0.0, 0.2)],
+    )
+    assert drawn["top"] == (COMMONEST_VALUES, [Bar("1", 0.0, 2 / 3), Bar("2", 0.0, 1 / 3)])
+    for name, of in (("score", "value"), ("scores", "items"), ("vector", "length")):
+        assert drawn[name][0] == of
+        assert sum(bar.second for bar in drawn[name][1]) == pytest.approx(1.0)
+    assert [one.feature for one in figures.maps] == ["vector"]
+    (part,) = scene.snapshot().parts
+    (scene.store.folder / part.path).unlink()
+    figures = run_figures(scene.store, done)
+    assert [(section.bars, bool(section.lines)) for section in figures.features] == [([], True)] * 5
+    assert any(Path(part.path).name in note for note in figures.notes)
+    assert figures.maps == []
 
 
 @pytest.mark.parametrize("shape", [(50, 3), (4, 1), (1, 2)], ids=str)
