@@ -207,7 +207,7 @@ def test_a_first_snapshot_is_judged_by_itself(make_project: MakeProject, capsys:
     assert [one.gate for one in project.snapshot().gates if one.gate == "first"] == []
 
 
-def test_a_model_whose_arguments_changed_under_an_equal_fingerprint_is_refused(
+def test_other_arguments_under_an_equal_fingerprint_are_refused(
     make_project: MakeProject,
 ) -> None:
     """All values double; nothing of it is switched off."""
