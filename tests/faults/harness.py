@@ -202,7 +202,7 @@ class FaultScene:
         gates = dict.fromkeys(
             name
             for name in GATES
-            if name not in ("accuracy", "batch", "library", "rejected", "coverage", "bounds")
+            if name not in ("accuracy", "batch", "bounds", "library", "rejected", "coverage")
         )
         retention = {"keep": 1, "grace": "0s"}
         settings = {

@@ -43,7 +43,7 @@ def make(
     **view: Any,
 ) -> Scene:
     retention = {"retention": {"keep": keep, "grace": grace}}
-    gates = {"rows": None, "first": None}
+    gates = {"rows": None, "first": None}  # vectors have nearly one direction
     return make_project(rows, view={"gates": gates} | view, project=retention)
 
 

@@ -136,7 +136,7 @@ def test_the_last_night_like_tonight() -> None:
     assert last_alike(values(1.0, 2.0), "no date").value == 2
 
 
-def test_of_one_day_the_newest_night_is_kept() -> None:
+def test_of_a_day_the_newest_night_is_kept_and_no_more_than_are_read() -> None:
     nights: tuple[Night, ...] = ()
     for n in range(40):
         nights = appended(nights, Night(n, day(n // 2), announced="sale" if n // 2 == 3 else ""))

@@ -27,7 +27,6 @@ BASE = {i: float(i) for i in range(40)}
 
 VIEW = {
     "model": {"use": "tests.models:Doubler", "args": {"nan_on": BAD}},
-    "gates": {"first": None},
 }
 NUMBER: dict[str, pa.DataType] = {"id": pa.int64()}
 PAIR: dict[str, pa.DataType] = {"shop": pa.string(), "item": pa.int64()}
