@@ -166,9 +166,9 @@ def test_another_packages_model_brings_a_template_like_ours(package: Path, tmp_p
     assert '"letters": 9' in looked_up.stdout
     points = package / "others-1.0.dist-info" / "entry_points.txt"
     points.write_text(points.read_text().replace("model.gone = others:nothing_of_this_name\n", ""))
-    done = called(package, "new", "view", "x", *given, "cuonter", folder=folder)
+    named = called(package, "new", "view", "x", *given, "cuonter", folder=folder)
     assert re.search(
-        r"--template cuonter: is not one of .*, counter; did you mean 'counter'", done.stderr
+        r"--template cuonter: is not one of .*, counter; did you mean 'counter'", named.stderr
     )
 
 
@@ -214,5 +214,5 @@ def test_another_packages_model_is_one_like_ours(package: Path, tmp_path: Path) 
     points = package / "others-1.0.dist-info" / "entry_points.txt"
     points.write_text("[precompute.plugins]\nmodel.halver = others:Halver\n")
     given = ("--from", "../shirts.csv", "--model", "../shirts.csv")
-    done = called(package, "new", "view", "x", *given, folder=folder)
-    assert "a file of halves (.half); pickles" in done.stderr
+    named = called(package, "new", "view", "x", *given, folder=folder)
+    assert "a file of halves (.half); pickles" in named.stderr

@@ -48,7 +48,7 @@ ENTITIES: dict[str, dict[str, pa.DataType]] = {
     "several": {"us": pa.int64(), "known": pa.string()},  # names that are columns of the join, too
 }
 START = datetime(2026, 1, 1, tzinfo=UTC)
-REFUSED = (Verdict("drift", False, 1.0, 0.5, "far off"),)
+REFUSED = (Verdict("shape", False, 1.0, 0.5, "far off"),)
 Key = tuple[Any, ...]
 
 
@@ -576,7 +576,7 @@ def test_what_was_only_committed_is_best_known_and_was_not_served(made: Made) ->
         ):
             ask()
     made.check(requested, [Value(1, 1), Value(1, 1)], values="best_known")
-    made.store.log.accept(refused.number, ["drift"], "publish", "as it should be")
+    made.store.log.accept(refused.number, ["shape"], "publish", "as it should be")
     made.check(requested, [Value(1, 1), Value(3, 2)], values="best_known")
     with pytest.raises(RequestError, match="values are 'served' or 'best_known', not 'latest'"):
         read(made.store, at(9), values="latest")  # type: ignore[arg-type]
@@ -841,14 +841,14 @@ def test_what_was_refused_or_never_computed_is_not_bridged_beyond_the_ttl(
         "rows": 9,
         "null": 6,
         "partitions": {
-            "refused by drift": ["2026-01-02"],
+            "refused by shape": ["2026-01-02"],
             "test": ["2026-01-03"],
             "not computed": ["2026-01-05", "2026-01-08", "2026-01-10"],
         },
     }
     assert (
         "view 'made': 9 rows ask for partitions without good rows: 6 of them are null, 3 have those"
-        " of an earlier partition, within ttl and stale_for; 1 refused by drift (2026-01-02); 1 test"
+        " of an earlier partition, within ttl and stale_for; 1 refused by shape (2026-01-02); 1 test"
         in caplog.text
     )
     # none of these rows asks for one of them
@@ -902,7 +902,7 @@ def test_explain_has_each_version_once_and_what_it_was_before(made: Made) -> Non
         "flag": False,
     }
     assert log(found) == [
-        (5, "run5", 4.0, difference, None, False, "refused by drift"),
+        (5, "run5", 4.0, difference, None, False, "refused by shape"),
         (
             2,
             "run2",

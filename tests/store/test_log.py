@@ -125,10 +125,10 @@ def test_the_state_is_what_the_events_come_to(tmp_path: Path) -> None:
     assert log.bad() == {5: mark, 6: BadMark("its rows, too")}
     assert log.pins() == {4}
     log.accept(7, ["moved", "rows"], "publish (me)", "by --accept")
-    log.accept(7, ["drift"], "publish (me)", "by --accept")
+    log.accept(7, ["shape"], "publish (me)", "by --accept")
     log.unmark([6, 9])
     log.unmark([9])
-    assert log.accepted(7) == {"moved", "rows", "drift"}
+    assert log.accepted(7) == {"moved", "rows", "shape"}
     assert log.accepted(8) == frozenset()
     assert log.bad() == {5: mark}
     for _ in range(2):
