@@ -837,6 +837,15 @@ def test_two_runs_a_day_are_one_night_and_a_clock_set_back_is_another(nightly: N
     assert known(scene) == [(3, day(1)), (4, day(0)), (5, day(2))]
 
 
+def test_by_a_clock_that_was_set_back_rows_are_computed_too(nightly: Nightly) -> None:
+    nightly.gates = dict(UNJUDGED | {"computed": 1.0})
+    for n, at_us in enumerate((2 * 86_400_000_000, 86_400_000_000)):
+        nightly.patch.setattr(chunks, "clock_us", lambda at_us=at_us: at_us)
+        night = nightly.run(n, GOOD | {i: 500.0 + i for i in range(25 * n)})
+    assert failed(night) == ["computed"]
+    assert "double of 25 rows computed" in night.failed[0].message
+
+
 def test_what_was_announced_is_no_night_of_what_is_usual(nightly: Nightly) -> None:
     nightly.run(0, rows_of(0))
     nightly.gates = {"expect": [{"on": day(1), "reason": "a sale"}]}

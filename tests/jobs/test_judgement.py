@@ -409,6 +409,12 @@ BOUNDS: dict[str, tuple[dict[str, Any], Feature, list[Any], bool, str]] = {
     "nulls": ({"null_share": 0.5}, OF_KIND[NUMBER], [None, 1.0], True, ""),
     "many nulls": ({"null_share": 0.4}, OF_KIND[NUMBER], [None, 1.0], False, "share of nulls 0.5"),
     "all null": ({"range": [0, 1], "unique": True}, OF_KIND[NUMBER], [None], True, ""),
+    "no number": ({"range": [0, 1]}, OF_KIND[NUMBER], [math.nan, math.nan], True, ""),
+    "the largest": ({"range": [0, 1]}, Feature("f", "int64"), [2**63 - 1], False, "9.22337e+18 is"),
+    "a list": ({"shape": 2, "null_share": 0.5}, OF_KIND[LIST], [[1], None], True, ""),
+    "a vector": ({"shape": 2}, OF_KIND[VECTOR], [[1.0, 2.0]], True, ""),
+    "vectors": ({"null_share": 0.4}, OF_KIND[VECTOR], [[1.0, 2.0], None], False, "of nulls 0.5"),
+    "long": ({"values": ["a"]}, OF_KIND[TEXT], ["z" * 5000], False, f"'{'z' * 39}… is none of its"),
 }
 
 

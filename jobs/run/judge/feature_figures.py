@@ -44,6 +44,8 @@ HUGE = 1e15
 LARGEST_FLOAT16 = 65504.0
 LARGEST_TOLD = 1e150
 """What a float beyond counts as in quantiles, spread and distances."""
+LARGEST_COORDINATE = 1e70
+"""The same of a vector's numbers, of whose squares sums are multiplied."""
 MOST_ITEMS = 1_000_000
 """Items of lists that are looked at together: what is made of them takes 8 bytes for each, several
 times."""
@@ -110,9 +112,9 @@ def _levels(finite: F8) -> Iterator[tuple[str, float]]:
     yield from zip(QUANTILES, np.quantile(finite, [*QUANTILES.values()]).tolist(), strict=True)
 
 
-def _bounded(numbers: F8) -> F8:
+def _bounded(numbers: F8, most: float = LARGEST_TOLD) -> F8:
     """No further than the differences and squares of numbers can be told."""
-    return np.clip(numbers, -LARGEST_TOLD, LARGEST_TOLD)
+    return np.clip(numbers, -most, most)
 
 
 def _of_flag(values: pa.ChunkedArray) -> Iterator[tuple[str, float]]:
@@ -207,11 +209,10 @@ def _of_vector(values: pa.ChunkedArray) -> Iterator[tuple[str, float]]:
     vectors = matrix_of(values)
     finite = np.isfinite(vectors).all(axis=1)
     yield "not_finite", 1 - finite.mean()
-    vectors = vectors[finite]
+    vectors = _bounded(vectors[finite], LARGEST_COORDINATE)
     if not len(vectors):
         return
-    with np.errstate(over="ignore"):
-        norms = np.linalg.norm(vectors, axis=1)
+    norms = np.linalg.norm(vectors, axis=1)
     yield "zero", (norms == 0).mean()
     quantiles = np.quantile(norms, [*QUANTILES.values()]).tolist()
     yield from zip((f"norm.{name}" for name in QUANTILES), quantiles, strict=True)
@@ -284,10 +285,10 @@ def _distances(a: F8, b: F8, share: float, spread: float) -> Iterator[tuple[str,
     spread = spread or spread_of(b)
     by = np.abs(a - b)
     with np.errstate(over="ignore"):
-        by = by / spread if spread else np.where(by > 0, np.inf, 0.0)
+        by = np.minimum(by / spread if spread else np.where(by > 0, np.inf, 0.0), LARGEST_TOLD)
     for figure, spreads in (("quarter", 0.25), ("one", 1.0), ("four", 4.0)):
         # not at once: of whole numbers many move by the same, and the spread is another each night
-        yield figure, share * np.clip(2 * by / spreads - 1.5, 0, 1).mean()
+        yield figure, share * np.clip(2 / spreads * by - 1.5, 0, 1).mean()
     correlation = rank_correlation(a, b)
     if correlation is not None:
         yield "rank", 1 - share * (1 - correlation)
@@ -422,7 +423,7 @@ def _vector_moves(
         return
     a, b = matrix_of(now), matrix_of(then)
     finite = np.isfinite(a).all(axis=1) & np.isfinite(b).all(axis=1)
-    a, b = a[finite], b[finite]
+    a, b = (_bounded(of[finite], LARGEST_COORDINATE) for of in (a, b))
     if not len(a):
         return
     lengths = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
@@ -500,8 +501,9 @@ def has_values(rows: pa.Table, view: FeatureView) -> pa.ChunkedArray:
 def unit_mean(column: pa.ChunkedArray) -> F8 | None:
     """The mean of vectors, each of length 1; None without any."""
     vectors = matrix_of(column.drop_null())
+    vectors = _bounded(vectors[np.isfinite(vectors).all(axis=1)], LARGEST_COORDINATE)
     norms = np.linalg.norm(vectors, axis=1)
-    kept = (norms > 0) & np.isfinite(norms)
+    kept = norms > 0
     mean: F8 | None = (vectors[kept] / norms[kept, None]).mean(axis=0) if kept.any() else None
     return mean
 

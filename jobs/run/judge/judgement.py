@@ -23,6 +23,7 @@ from precompute.jobs.run.judge.feature_figures import (
     figures_of,
     kind_of,
     moves_of,
+    numbers_of,
     unit_mean,
 )
 from precompute.jobs.run.judge.gate_table import (
@@ -54,7 +55,7 @@ from precompute.jobs.run.judge.nights import (
     usual,
 )
 from precompute.jobs.run.judge.row_count import FEWEST_ROWS
-from precompute.jobs.run.judge.rows_at_fault import rows_at_fault
+from precompute.jobs.run.judge.rows_at_fault import rows_at_fault, shortened
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.offline.snapshot import Verdict
 
@@ -496,22 +497,25 @@ def own_bounds(
         )
     if not len(values):
         return
-    if own.range is not None:
+    numbers = numbers_of(values) if own.range is not None else np.empty(0)
+    # NaN is judged by ``finite`` and ``null``
+    numbers = numbers[~np.isnan(numbers)]
+    if own.range is not None and len(numbers):
         low, high = own.range
-        numbers = values.cast(pa.float64())
-        ends = pc.min_max(numbers)
-        least, most = ends["min"].as_py(), ends["max"].as_py()
-        is_within = bool(low <= least and most <= high)
-        worst = least if least < low else most
-        off = pc.sum(pc.or_(pc.less(numbers, low), pc.greater(numbers, high))).as_py() or 0
+        off = numbers[(numbers < low) | (numbers > high)]
+        ends = (float(numbers[0]),) if not len(off) else (float(off.min()), float(off.max()))
+        worst = ends[0] if ends[0] < low else ends[-1]
         words = f"{worst:g} is not within range [{low:g}, {high:g}]"
-        yield "range", worst, high, is_within, words + _nor_others(off - 1)
+        yield "range", worst, high, not len(off), words + _nor_others(len(off) - 1)
     if own.values is not None:
         known = {str(value) for value in own.values}
         others = [one for one in map(str, pc.unique(values).to_pylist()) if one not in known]
-        shown = ", ".join(map(repr, sorted(others)[:3]))
+        shown = ", ".join(shortened(repr(one)) for one in sorted(others)[:3])
         words = f"{shown} {'is' if len(others) == 1 else 'are'} none of its values"
         yield "values", len(others), 0.0, not others, words + _nor_others(len(others) - 3)
+    if own.distinct is None and not own.unique:
+        # lists and vectors, of which different ones cannot be told, may have neither
+        return
     distinct = len(pc.unique(values))
     if own.distinct is not None:
         low, high = own.distinct

@@ -170,6 +170,10 @@ def computed_rows(
     last_us = None if live is None else live.computed_at_max
     computed_us = np.asarray(now.rows.column("computed_at").cast(pa.int64()))
     new = np.full(len(computed_us), True) if last_us is None else computed_us > last_us
+    # by a clock that was set back they were computed earlier; what was copied of others was not
+    theirs = set() if live is None else {part.path for part in live.parts}
+    own = [part.path for one in draft.segments if not one.merged for part in one.parts]
+    new |= samples.are_of(now, {path for path in own if path not in theirs})
     paths: set[str] = set()
     for segment in reversed(draft.segments if new.any() else ()):
         if np.count_nonzero(new) >= FEWEST_ROWS:

@@ -24,6 +24,8 @@ from precompute.store.feature_view import Feature
 
 SHOWN_KEYS = 10
 """Keys that are named, at most."""
+SHOWN_LETTERS, KEY_LETTERS = 40, 100
+"""Letters of a value and of a key's column, at most."""
 FEWEST_IN_SEGMENT = 5
 """Rows of a segment below which nothing is said of it."""
 MOVED_SPREADS, MOVED_LENGTHS = 0.25, 0.25
@@ -98,7 +100,7 @@ def worst_segment(rows: pa.Table, flags: Flags, by: str | None) -> str:
     if share[at] < _TIMES * elsewhere[at]:
         return f"about alike in every {by}"
     of_rows = f"{_percent(here)} of its {of[at]:,} rows"
-    return f"most in {by} = {names[at]}: {of_rows}, {_percent(there)} elsewhere"
+    return f"most in {by} = {shortened(names[at])}: {of_rows}, {_percent(there)} elsewhere"
 
 
 def _percent(share: float) -> str:
@@ -182,7 +184,8 @@ def _turned(before: list[float] | None, now: list[float] | None) -> str:
 
 
 def _key(rows: pa.Table, entity: Sequence[str], row: int) -> str:
-    return "/".join(str(rows.column(name)[row].as_py()) for name in entity)
+    key = (str(rows.column(name)[row].as_py()) for name in entity)
+    return "/".join(shortened(column, KEY_LETTERS) for column in key)
 
 
 def _short(value: object) -> str:
@@ -190,5 +193,11 @@ def _short(value: object) -> str:
         return f"{value:.4g}"
     if isinstance(value, list):
         return f"[{', '.join(_short(one) for one in value[:3])}{', …' if len(value) > 3 else ''}]"
-    text = "null" if value is None else repr(value)
-    return text if len(text) <= 40 else f"{text[:40]}…"
+    return shortened("null" if value is None else repr(value))
+
+
+def shortened(text: str, most: int = SHOWN_LETTERS) -> str:
+    """A key or value for a message of one line: what cannot be printed is escaped, and of a long
+    one the first ``most`` letters stand there."""
+    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[:most])
+    return shown if len(text) <= most else f"{shown}…"
