@@ -10,6 +10,7 @@ build on it.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -371,10 +372,12 @@ class Standing:
                 log.warning("%s", exc)
         return None
 
-    def night_before(self, snapshot: Snapshot) -> Snapshot | None:
-        """The newest snapshot that was made as one that is not committed yet, with rows, and that
-        is not bad nor refused: by it is known what is usual. Of a view that has no partitions."""
-        return next(self._made_as(snapshot, lambda entry: entry.partition is None), None)
+    def nights_before(self, snapshot: Snapshot) -> Iterator[Snapshot]:
+        """The snapshots before one that were made as it was, with rows, and that are not bad nor
+        refused, the newest first: by them is known what is usual. Of a view that has no
+        partitions."""
+        number = snapshot.number or math.inf
+        return self._made_as(snapshot, lambda one: one.partition is None and one.number < number)
 
     def earlier_partitions(self, snapshot: Snapshot) -> Iterator[Snapshot]:
         """Of each partition before that of ``snapshot``, the latest first, the newest snapshot that

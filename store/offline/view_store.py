@@ -552,8 +552,11 @@ class ViewStore:
                 remedy = (
                     "give a run its rows again: precompute.open(…).run(view, frame=df), in Python"
                 )
-            elif Path(part.path).stem in ("nights", "anchor"):
-                remedy = f"the gates of {self.name!r} learn anew what is usual"
+            elif Path(part.path).name.startswith(("nights", "anchor")):
+                remedy = (
+                    f"the next run of {self.name!r} does without it, and its gates know what is"
+                    " usual from the snapshots that are there"
+                )
             raise SnapshotError(f"{exc}: {remedy}") from exc
 
     def _mark_writer(self, member: int, part: Part, why: str) -> None:

@@ -859,27 +859,42 @@ def test_what_was_announced_is_no_night_of_what_is_usual(nightly: Nightly) -> No
 
 
 @pytest.mark.parametrize("lost", [True, False], ids=["lost", "damaged"])
-def test_nights_that_are_lost_are_learned_anew(
+def test_nights_that_are_lost_are_known_from_the_snapshots_before(
     nightly: Nightly, lost: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
+    for n in range(4):
+        nightly.run(n, rows_of(n))
+    scene = nightly.scene(rows_of(3))
+    last = scene.snapshot()
+    of_all, beside = nights_after(scene.store, last), (last.nights, last.anchors[-1])
+    for part in beside:
+        assert part is not None
+        path = scene.store.folder / part.path
+        data = bytearray(path.read_bytes())
+        data[len(data) // 3] ^= 4
+        path.unlink()
+        if not lost:
+            path.write_bytes(data)
+    assert "does without it" in scene.faults()[0].found
+    assert nights_after(scene.store, last) == of_all
+    after = nightly.run(4, rows_of(4))
+    assert failed(after) == []
+    assert "is known from the snapshots before it" in caplog.text
+    # the night whose rows are lost is a night without
+    assert read_nights(scene.store, after) == (*of_all[:-1], replace(of_all[-1], rows=None))
+    assert (len(after.anchors), scene.faults()) == (4, [])
+
+
+def test_nights_of_which_nothing_is_left_are_learned_anew(nightly: Nightly) -> None:
     for n in range(3):
         nightly.run(n, rows_of(n))
     scene = nightly.scene(rows_of(2))
-    nights = scene.snapshot().nights
-    assert nights is not None
-    path = scene.store.folder / nights.path
-    data = path.read_bytes()
-    path.unlink()
-    if not lost:
-        path.write_bytes(data.replace(b"double", b"treble", 1))
-    (check,) = scene.faults()
-    assert "nights.json" in check.found
-    assert "learn anew what is usual" in check.found
+    for path in scene.store.folder.rglob("nights.json"):
+        path.unlink()
+    there = scene.numbers()
     after = nightly.run(3, rows_of(3))
-    assert failed(after) == []
-    assert "learned again" in caplog.text
-    assert [one.number for one in read_nights(scene.store, after)] == [3]
-    assert nightly.scene(rows_of(3)).live().snapshot == 4
+    assert [one.number for one in read_nights(scene.store, after)] == there
+    assert scene.live().snapshot == after.number
 
 
 def test_a_feature_of_yesterday_and_one_that_is_gone(nightly: Nightly) -> None:

@@ -33,6 +33,7 @@ from precompute.jobs.run.judge.nights import (
     day_of,
     nights_after,
     read_nights,
+    with_whole_rows,
     write_nights,
 )
 from precompute.jobs.run.judge.packed import judge_packed
@@ -256,8 +257,10 @@ class Judge:
             return Neighbours() if waits else neighbours_of(self.store, snapshot)
         if snapshot.number:
             return Neighbours(read_nights(self.store, snapshot))
-        base = Standing(self.store).night_before(snapshot)
-        return Neighbours() if base is None else Neighbours(nights_after(self.store, base))
+        base = next(Standing(self.store).nights_before(snapshot), None)
+        if base is None:
+            return Neighbours()
+        return Neighbours(with_whole_rows(self.store, nights_after(self.store, base)))
 
     def _served(self) -> Snapshot | None:
         """What readers have, or had when the backfill began."""

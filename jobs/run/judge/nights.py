@@ -21,9 +21,11 @@ import numpy as np
 
 from precompute.store.disk.durable_file import disk_message, make_folder
 from precompute.store.disk.record import Record, field, read_record, replace, sealed
-from precompute.store.errors import SnapshotError
+from precompute.store.errors import SnapshotError, UnreadableError
 from precompute.store.offline.segment import Part
 from precompute.store.offline.snapshot import Snapshot
+from precompute.store.offline.standing import Standing
+from precompute.store.offline.stored_file import parsing
 from precompute.store.offline.view_store import ViewStore
 
 F8 = np.ndarray[tuple[int], np.dtype[np.float64]]
@@ -205,8 +207,8 @@ class _Nights(Record, frozen=True):
 
 
 def read_nights(store: ViewStore, snapshot: Snapshot) -> tuple[Night, ...]:
-    """The nights before a snapshot, the oldest first; none where its file is gone or damaged, so
-    that what is lost is learned again.
+    """The nights before a snapshot, the oldest first. Where its file is gone or damaged, as the
+    snapshots before it have them that are still there.
 
     Raises:
         UnreadableError: it cannot be read now.
@@ -217,23 +219,60 @@ def read_nights(store: ViewStore, snapshot: Snapshot) -> tuple[Night, ...]:
 def read_judged_by(
     store: ViewStore, snapshot: Snapshot
 ) -> tuple[tuple[Night, ...], Mapping[str, Limits]]:
-    """As :func:`read_nights`, and the limits that the snapshot's own figures were judged by.
+    """As :func:`read_nights`, and the limits that the snapshot's own figures were judged by; none
+    where its file is gone or damaged.
 
     Raises:
         UnreadableError: they cannot be read now.
     """
+    if (file := _read(store, snapshot)) is not None:
+        return file.nights, file.limits
+    after, nights = list[Snapshot](), tuple[Night, ...]()
+    for one in Standing(store).nights_before(snapshot):
+        after.append(one)
+        if (file := _read(store, one)) is not None:
+            nights = file.nights
+            break
+    for one in reversed(after):
+        nights = appended(nights, night_of(store, one))
+    return nights, {}
+
+
+def _read(store: ViewStore, snapshot: Snapshot) -> _Nights | None:
+    """The file beside a snapshot; None where it is gone or damaged."""
     if snapshot.nights is None:
-        return (), {}
+        return _Nights()
     try:
-        path = store.file(snapshot.nights)
-        if path is None:
-            log.warning("%s is gone: what is usual is learned again", snapshot.nights.path)
-            return (), {}
-        found = read_record(_Nights, path.read_bytes(), path)
-        return found.nights, found.limits
+        if (path := store.file(snapshot.nights)) is not None:
+            with parsing(path):
+                return read_record(_Nights, path.read_bytes(), path)
+        damage: object = f"{snapshot.nights.path} is gone"
     except SnapshotError as exc:
-        log.warning("%s: what is usual is learned again", exc)
-        return (), {}
+        damage = exc
+    log.warning("%s: what is usual is known from the snapshots before it", damage)
+    return None
+
+
+def with_whole_rows(store: ViewStore, nights: Sequence[Night]) -> tuple[Night, ...]:
+    """Nights without those of their files of rows that are gone or damaged: no later snapshot names
+    them."""
+    return tuple(
+        one if one.rows is None or _is_whole(store, one.rows) else replace(one, rows=None)
+        for one in nights
+    )
+
+
+def _is_whole(store: ViewStore, rows: Part) -> bool:
+    try:
+        if store.file(rows) is not None:
+            return True
+        log.warning("%s is gone: nothing is compared with it", rows.path)
+    except SnapshotError as exc:
+        log.warning("%s: nothing is compared with it", exc)
+    except UnreadableError:
+        # whether it is whole is not known
+        return True
+    return False
 
 
 def write_nights(
