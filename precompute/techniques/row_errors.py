@@ -468,7 +468,9 @@ def _scores_off(
     """Each row's error, and whether it changed its place among the rows that are clearly above or
     below it."""
     others = np.abs(stored[np.isfinite(stored) & (stored != 0)])
-    sizes = np.maximum(np.abs(stored), np.median(others) if len(others) else 0)
+    # half of each, since the median of two is their sum's half, which may be more than a float has
+    usual = 2 * np.median(others / 2) if len(others) else 0
+    sizes = np.maximum(np.abs(stored), usual)
     same = (stored == computed) | (np.isnan(stored) & np.isnan(computed))
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         errors = np.where(

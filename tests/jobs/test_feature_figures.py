@@ -227,6 +227,20 @@ MOVED: dict[str, tuple[Feature, list[Any], list[Any], dict[str, float], Figures]
         {"changed": 0.4},
         {"cosine05": 0.0, "cosine50": 1.0, "turned": 0.0},
     ),
+    "zero vectors stay, come and go": (
+        VECTOR,
+        [[0, 0]] * 18 + [[0, 0], [1, 0]],
+        [[0, 0]] * 18 + [[1, 0], [0, 0]],
+        {},
+        {"cosine05": 0.0, "cosine50": 1.0, "turned": 0.0},
+    ),
+    "vectors beyond squares": (
+        Feature("f", "float64", dim=2),
+        [[1e200, 0.0], [0.0, 1e300]],
+        [[1e200, 0.0], [0.0, -1e300]],
+        {},
+        {"cosine05": -1.0, "cosine50": 1.0},
+    ),
     "a turn by half a right angle": (
         VECTOR,
         [[1, 1]] * 3,

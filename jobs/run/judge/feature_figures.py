@@ -427,7 +427,9 @@ def _vector_moves(
     if not len(a):
         return
     lengths = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
-    cosines = np.where(lengths > 0, (a * b).sum(axis=1) / np.where(lengths > 0, lengths, 1), 0.0)
+    # of two zero vectors the one is as the other
+    same = np.where((a == b).all(axis=1), 1.0, 0.0)
+    cosines = np.where(lengths > 0, (a * b).sum(axis=1) / np.where(lengths > 0, lengths, 1), same)
     order = np.sort(cosines)
     for figure, at in (("cosine05", 0.05), ("cosine50", 0.5)):
         # of all common keys: those whose row is the same have 1

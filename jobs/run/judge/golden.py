@@ -263,7 +263,8 @@ class Golden:
             f"Put back what changed since: the code of {use}, a file or variable that it reads, a"
             f" library, the machine. Or have every row computed by what is there now: let"
             f" fingerprint() of {use} return another text, or {again}. Where one input need not"
-            " give the same twice: gates: {golden: null}"
+            " give the same twice (by chance, the time, or the other rows of its batch):"
+            " gates: {golden: null}"
         )
 
     def _of_code(self) -> str:
