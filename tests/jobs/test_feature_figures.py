@@ -50,6 +50,13 @@ def moved(
     return {name[8:]: value for name, value in found.items()}
 
 
+CLIPPED = [2.25, 2.25, 2.25, 3.0, 4.0, 5.0, 6.0, 6.75, 6.75, 6.75]
+"""Ten numbers, those beyond their quartiles moved there."""
+ONE, FOUR = (
+    float(np.mean([min(1.0, max(0.0, 4 * x / (of * np.std(CLIPPED)) - 1.5)) for x in range(10)]))
+    for of in (1, 4)
+)
+
 ALONE: dict[str, tuple[Feature, list[Any], Figures]] = {
     "numbers": (
         NUMBER,
@@ -60,7 +67,7 @@ ALONE: dict[str, tuple[Feature, list[Any], Figures]] = {
     "a normal spread": (
         NUMBER,
         [float(i) for i in range(10)],
-        {"mean": 4.5, "spread": (8.1 - 0.9) / 2.56, "p01": 0.09, "p05": 0.45, "p95": 8.55}
+        {"mean": 4.5, "spread": float(np.std(CLIPPED)), "p01": 0.09, "p05": 0.45, "p95": 8.55}
         | {
             "p99": 8.91,
             "null": 0.0,
@@ -146,7 +153,7 @@ MOVED: dict[str, tuple[Feature, list[Any], list[Any], dict[str, float], Figures]
         [-x for x in TEN],
         TEN,
         {},
-        {"quarter": 0.9, "one": 0.8, "four": 0.39, "rank": -1.0},
+        {"quarter": 0.9, "one": ONE, "four": FOUR, "rank": -1.0},
     ),
     "no number was another": (NUMBER, [1.0] * 4, [2.0] * 4, {}, {"quarter": 1.0, "four": 1.0}),
     "nor one": (NUMBER, [1.0] * 4, [1.0] * 4, {}, {"quarter": 0.0, "one": 0.0, "four": 0.0}),
