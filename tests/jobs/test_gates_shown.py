@@ -18,7 +18,7 @@ from precompute.jobs.ops.gate_history import GateFigure, GateHistory, gate_histo
 from precompute.jobs.run import materialize
 from precompute.jobs.run.judge.judgement import Evidence, judge
 from precompute.jobs.run.judge.nights import Night
-from precompute.jobs.run.judge.rows_at_fault import rows_at_fault
+from precompute.jobs.run.judge.rows_at_fault import KEY_LETTERS, rows_at_fault
 from precompute.store.feature_view import Feature, FeatureView
 from tests.fixtures import MakeProject, Prepared
 from tests.scene import Scene
@@ -231,3 +231,21 @@ def test_vectors_and_lists_at_fault() -> None:
     assert rows_at_fault(lists[0], (lists[0], lists[1]), items, "length", ["id"]) == (
         "; keys 1: ['a'] → ['b']"
     )
+
+
+def test_a_refusal_is_one_line_whatever_keys_and_values_are() -> None:
+    texts, numbers = Feature("t", "string"), Feature("n", "int64")
+    kept = 2**63 - 1
+    now, then = (
+        pa.table({"id": ["a\n\x1b[31m", "k" * 5000], "t": [t, "v" * 50], "n": [n, n]})
+        for t, n in (("p\nq", -(2**63)), ("r", kept))
+    )
+    long = f"{'k' * KEY_LETTERS}…"
+    assert rows_at_fault(now, (now, then), texts, "common", ["id"]) == (
+        r"; keys a\n\x1b[31m: 'r' → 'p\nq'"
+    )
+    assert rows_at_fault(now, None, numbers, "negative", ["id"], "id") == (
+        rf"; keys a\n\x1b[31m; {long}"
+    )
+    said = rows_at_fault(pa.concat_tables([now] * 5), None, numbers, "negative", ["n"], "id")
+    assert said.startswith(r"; about alike in every id; keys -9223372036854775808")

@@ -309,7 +309,8 @@ def _own_limit(
         # what wanders is so much farther from where it was
         factor *= math.sqrt(min(evidence.steps, MOST_STEPS))
         words += f", the last {evidence.steps:g} partitions ago"
-    below, above = factor * found.below / unit, factor * found.above / unit
+    # by a spread that is next to nothing they may be infinite, of which numpy would warn
+    below, above = (factor * float(reach) / float(unit) for reach in (found.below, found.above))
     return [_Limit(_unscaled(found.center, check.scale), below, above, unit, words)]
 
 

@@ -147,7 +147,7 @@ def _alone(column: pa.ChunkedArray, feature: Feature, figure: str) -> Flags | No
         return np.asarray(column.is_null())
     kind = pa.types
     if figure in ("zero", "not_finite", "negative") and kind_of(feature) == NUMBER:
-        values = np.asarray(column.cast(pa.float64()).fill_null(1.0).combine_chunks())
+        values = np.asarray(column.cast(pa.float64(), safe=False).fill_null(1.0).combine_chunks())
         of: Flags = {"zero": values == 0, "negative": values < 0}.get(figure, ~np.isfinite(values))
         return of
     if figure in ("empty", "missing") and kind.is_string(feature.arrow_type):
