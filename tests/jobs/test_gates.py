@@ -5,6 +5,7 @@ outside of a limit is in ``test_judgement``."""
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import re
 import tracemalloc
@@ -29,7 +30,7 @@ from precompute.jobs.run.judge.verdicts import Verdicts
 from precompute.jobs.run.rows import chunks, samples
 from precompute.jobs.run.rows.open_view import open_view
 from precompute.store.disk.record import replace
-from precompute.store.errors import GateError, SnapshotError
+from precompute.store.errors import GateError, SnapshotError, UnreadableError
 from precompute.store.offline.snapshot import Snapshot, Verdict
 from tests.fixtures import MakeProject
 from tests.scene import UNJUDGED, Scene
@@ -895,6 +896,14 @@ def test_nights_of_which_nothing_is_left_are_learned_anew(nightly: Nightly) -> N
     after = nightly.run(3, rows_of(3))
     assert [one.number for one in read_nights(scene.store, after)] == there
     assert scene.live().snapshot == after.number
+
+    def no_answer(path: Path) -> bytes:
+        raise OSError(errno.EIO, "no answer", str(path))
+
+    nightly.patch.setattr(Path, "read_bytes", no_answer)
+    # what cannot be read now is not lost
+    with pytest.raises(UnreadableError, match=r"nights\.json cannot be read"):
+        read_nights(scene.store, after)
 
 
 def test_a_feature_of_yesterday_and_one_that_is_gone(nightly: Nightly) -> None:
