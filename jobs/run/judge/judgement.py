@@ -519,8 +519,8 @@ def own_bounds(
     if own.range is not None and len(numbers):
         low, high = own.range
         off = numbers[(numbers < low) | (numbers > high)]
-        ends = (float(numbers[0]),) if not len(off) else (float(off.min()), float(off.max()))
-        worst = ends[0] if ends[0] < low else ends[-1]
+        least, most = float(numbers.min()), float(numbers.max())
+        worst = least if least < low else most
         words = f"{worst:g} is not within range [{low:g}, {high:g}]"
         yield "range", worst, high, not len(off), words + _nor_others(len(off) - 1)
     if own.values is not None:
