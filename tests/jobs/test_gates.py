@@ -838,6 +838,16 @@ def test_two_runs_a_day_are_one_night_and_a_clock_set_back_is_another(nightly: N
     assert known(scene) == [(3, day(1)), (4, day(0)), (5, day(2))]
 
 
+def test_what_was_accepted_is_compared_with_no_rows_before_it(nightly: Nightly) -> None:
+    """Not by the first night after it, nor by one of the week."""
+    for n in range(4):
+        nightly.run(n, rows_of(n))
+    far = nightly.run(4, rows_of(4, 300.0), accept=tuple(GATES))
+    assert {"shape", "anchor"} <= {*failed(far)}
+    for n in range(5, 8):
+        assert failed(nightly.run(n, rows_of(n, 300.0))) == []
+
+
 def test_by_a_clock_that_was_set_back_rows_are_computed_too(nightly: Nightly) -> None:
     nightly.gates = dict(UNJUDGED | {"computed": 1.0})
     for n, at_us in enumerate((2 * 86_400_000_000, 86_400_000_000)):

@@ -162,6 +162,9 @@ def test_of_a_day_the_newest_night_is_kept_and_no_more_than_are_read() -> None:
     for n in range(100, 110):
         nights = appended(nights, Night(n, day(n), announced="sale"))
     assert len([one for one in nights if not one.announced]) == 28
+    for n in range(110, 160):
+        nights = appended(nights, Night(n, day(n), announced="sale"))
+    assert [one.number for one in nights] == [*range(100 - 28, 100), *range(160 - 29, 160)]
 
 
 def test_a_clock_set_back_makes_a_night_of_that_day() -> None:

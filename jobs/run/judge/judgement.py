@@ -465,9 +465,12 @@ def _anchored(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
     moved = evidence.moves(anchor)
     # what wanders is √nights as far as in one, what is noise each night no farther
     nights = sum(one.number >= anchor.number for one in evidence.nights)
+    # of a feature of which somebody accepted since what a gate refused, they are other rows
+    since = [one.accepted for one in evidence.nights if one.number > anchor.number]
+    accepted = {figure.partition(".")[0] for figures in since for figure in figures}
     for feature, check, factor in _checks(evidence.view, gates, ANCHOR):
         name, is_less_worse = f"{feature.name}.{check.figure}", check.side == DOWN
-        if name not in moved:
+        if name not in moved or feature.name in accepted:
             continue
         distinct = evidence.figures.get(f"{feature.name}.distinct", 0)
         if check.figure == "moved.changed" and distinct > LABELS:

@@ -167,13 +167,15 @@ def weekday(day: str) -> int | None:
 
 
 def appended(nights: Sequence[Night], night: Night) -> tuple[Night, ...]:
-    """Nights and one more, no more than are looked at; of one day the newest alone."""
+    """Nights and one more, no more than are looked at, and no more that were announced; of one day
+    the newest alone."""
     before = [one for one in nights if one.day != night.day]
     ordinary = [i for i, one in enumerate(before) if not one.announced]
     first = ordinary[-MOST_NIGHTS] if len(ordinary) >= MOST_NIGHTS else 0
+    left_out = {*[i for i, one in enumerate(before) if one.announced][:-MOST_NIGHTS]}
     without = len(before) - ANCHOR_NIGHTS + 1
     before = [replace(one, rows=None) if i < without else one for i, one in enumerate(before)]
-    return (*before[first:], night)
+    return (*(one for i, one in enumerate(before) if i >= first and i not in left_out), night)
 
 
 def anchors_of(nights: Sequence[Night]) -> tuple[Part, ...]:
