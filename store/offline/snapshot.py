@@ -36,6 +36,10 @@ NEIGHBOURS = "neighbours"
 """What refuses a partition that a backfill computed until it is compared with the days before it,
 which may be computed later: no gate that anybody sets or accepts."""
 
+ANNOUNCED = ("shape", "computed", "moved", "anchor", "never", "rows")
+"""Gates that a change can be announced for: they compare rows with what was. What judges rows by
+themselves stays on any day."""
+
 
 class Verdict(Record, frozen=True):
     """What one gate measured and what it allows; ``message`` says it in words."""

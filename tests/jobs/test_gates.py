@@ -30,7 +30,7 @@ from precompute.jobs.run.rows import chunks, samples
 from precompute.jobs.run.rows.open_view import open_view
 from precompute.store.disk.record import replace
 from precompute.store.errors import GateError, SnapshotError
-from precompute.store.offline.snapshot import Snapshot, Verdict
+from precompute.store.offline.snapshot import ANNOUNCED, Snapshot, Verdict
 from tests.fixtures import MakeProject
 from tests.scene import UNJUDGED, Scene
 
@@ -140,7 +140,7 @@ BAD: dict[str, tuple[Mapping[int, float | None], dict[str, Any], Any, str]] = {
         GOOD | {7: 900.0},
         {},
         {"double": {"range": [0, 100]}},
-        r"double: 1800 is not within range \[0, 100\]",
+        r"^double: 1800 is not within range \[0, 100\]; keys 7: 1800$",
     ),
 }
 
@@ -171,7 +171,6 @@ def test_a_gate_refuses_with_its_sentence_and_the_old_version_stays(
     error = capsys.readouterr().err
     assert f"{gate}: " in error
     assert re.search(BAD[gate][3], project.snapshot().failed[0].message)
-    assert f"precompute publish numbers --snapshot 2 --accept {gate}" in error
     assert live(project) == (1, 1)
     snapshot = project.snapshot()
     assert (snapshot.number, failed(snapshot), project.refused_by()) == (2, [gate], [gate])
@@ -179,10 +178,17 @@ def test_a_gate_refuses_with_its_sentence_and_the_old_version_stays(
     assert (report.status, report.snapshot) == ("refused", 2)
     assert [g.gate for g in report.gates if not g.passed] == [gate]
     assert (report.error or "?") in error
+    assert f"precompute publish numbers --snapshot 2 --accept {gate}. " in error
+    # what an announcement is for, and what computes all rows where nothing changed
+    told = f"If for some days alone: precompute run numbers --expect {gate}. "
+    assert (told in error) == (gate in ANNOUNCED)
+    assert "--full" not in error
     # and once more: nothing changed, so nothing is computed, and it is refused again
     assert project.cli("run", "numbers", "--json") == 3
     again = json.loads(capsys.readouterr().out)
     assert (again["status"], again["snapshot"], again["counts"]["written"]) == ("refused", 2, 0)
+    said = "and run again, by --full where neither input nor fingerprint shows what was mended"
+    assert said in again["error"]
     assert project.numbers() == [1, 2]
 
 

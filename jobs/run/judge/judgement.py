@@ -166,7 +166,7 @@ class _Found(NamedTuple):
     between: Limits = (None, None)
     """Where the figure would have passed, of one that is compared with nights or judged alone."""
     beyond: F8 | None = None
-    """How far each row is beyond a bound of the feature's own, float64 [rows], 0 where it is within;
+    """How far each row is beyond a bound of the feature's own, float64 [rows], 0 of one within;
     None of another gate, and where no single row is."""
 
 
@@ -536,7 +536,7 @@ def own_bounds(
         worst = least if least < low else most
         off = pc.sum(pc.or_(pc.less(numbers, low), pc.greater(numbers, high))).as_py() or 0
         words = f"{worst:g} is not within range [{low:g}, {high:g}]"
-        yield "range", worst, high, is_within, words + _nor_others(off - 1)
+        yield "range", worst, low if least < low else high, is_within, words + _nor_others(off - 1)
     if own.values is not None:
         known = {str(value) for value in own.values}
         others = [one for one in map(str, pc.unique(values).to_pylist()) if one not in known]
@@ -549,7 +549,7 @@ def own_bounds(
         yield (
             "distinct",
             distinct,
-            high,
+            low if distinct < low else high,
             low <= distinct <= high,
             (f"{distinct:,} different values, not {low:g} to {high:g}"),
         )
