@@ -20,6 +20,7 @@ import pytest
 
 from precompute.engine.runner import compute
 from precompute.jobs.config.gates import GATES, GatesConfig
+from precompute.jobs.ops.gate_history import gate_history
 from precompute.jobs.run import materialize
 from precompute.jobs.run.command_process import operator
 from precompute.jobs.run.judge.gates import Judge
@@ -952,6 +953,13 @@ def test_partitions_are_nights_in_data_time(
         assert [re.findall(r"\(on ([\d-]+)", one) for one in shape] == (
             [] if before is None else [[day(before)]]
         )
+        # and is shown with the limits that judged it then
+        found = {
+            f"{one.feature}: {one.words} {one.value:.4g}, passes": one.passes()
+            for one in gate_history(project.store, snapshot).figures
+        }
+        for message in shape:
+            assert found[message[: message.index(" from ")]] in message
     # and as they would be judged now: all days before, the oldest first
     for n, number in numbers.items():
         known = neighbours_of(project.store, project.snapshot(number))

@@ -201,6 +201,8 @@ class Judge:
             quality=verdicts.quality,
             gates=(*before, *verdicts.all),
             substitute=verdicts.substitute,
+            # of a partition that is compared later there is a second manifest, and no second file
+            limits={} if snapshot.partition is None else verdicts.limits,
             nights=written,
             anchors=anchors,
             announced=verdicts.announced.why,
@@ -231,6 +233,7 @@ class Judge:
             snapshot,
             quality={**snapshot.quality, **verdicts.quality},
             gates=(*alone, *verdicts.all),
+            limits=verdicts.limits,
             announced=told.why,
         )
 
