@@ -86,6 +86,12 @@ def test_each_figure_is_shown_with_the_limits_that_judged_it(
     assert all("  double  " in line for line in lines)
     assert lines[0].startswith("REFUSED  double")
     assert lines[0][-2:] == " █"
+    # the log says once between what it passes
+    assert project.cli("log", project.report().run) == 0
+    logged = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  gate ")]
+    shape = next(verdict for verdict in judged.gates if verdict.gate == "shape")
+    assert f"  gate shape: REFUSED: {shape.message}" in logged
+    assert "  gate rejected: passed, 0 of 0.5: 0 of 60 rows rejected" in logged
     # where the terminal has no such letters
     dots = describe_gates(gate_history(project.store, judged), blocks=False)
     assert "█" not in dots
