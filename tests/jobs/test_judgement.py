@@ -297,10 +297,14 @@ def test_a_factor_of_a_share_leaves_it_a_share(factor: float, most: float) -> No
 def of_tables(monkeypatch: pytest.MonkeyPatch) -> dict[int, dict[str, float]]:
     """Rows of a table → the figures that are found of them."""
     found: dict[int, dict[str, float]] = {}
-    monkeypatch.setattr(judgement, "figures_of", lambda table, _: found[table.num_rows])
+    monkeypatch.setattr(
+        judgement,
+        "figures_of",
+        lambda table, _: found[table.num_rows + 2 * ("then" in table.column_names)],
+    )
     monkeypatch.setattr(judgement, "moves_of", lambda table, *_: found[table.num_rows])
     monkeypatch.setattr(
-        judgement, "_directions", lambda *_: (found[ROWS]["f.direction"], center_of(DIRECTION))
+        judgement, "_directions", lambda *_: [(found[ROWS]["f.direction"], center_of(DIRECTION))]
     )
     return found
 
@@ -313,7 +317,8 @@ def test_the_rows_that_a_run_computed(of_tables: dict[int, dict[str, float]], ch
     center = center_of(check)
     for kind in check.kinds:
         feature = OF_KIND[kind]
-        pairs = Pairs(rows(feature, ROWS + 1), rows(feature, ROWS + 1), 0.1, 4 * ROWS, 7)
+        now = rows(feature, ROWS + 1)
+        pairs = Pairs(now, now.append_column("then", now["id"]), 0.1, 4 * ROWS, 7)
 
         def judged(
             value: float, feature: Feature = feature, kind: str = kind, pairs: Any = pairs
@@ -321,7 +326,7 @@ def test_the_rows_that_a_run_computed(of_tables: dict[int, dict[str, float]], ch
             of_tables[ROWS] = named({"direction": center_of(DIRECTION), check.figure: value})
             of_tables[ROWS + 1] = of_tables[ROWS]
             evidence = given(kind, {}, [{}], computed=rows(feature), pairs=pairs)
-            vars(evidence)["live_figures"] = named(
+            vars(evidence)["live_figures"] = of_tables[ROWS + 3] = named(
                 {"null": 0.0, check.figure: center, "distinct": 0.1, "p05": 4.0, "p95": 16.0}
             )
             return verdict("computed", evidence)
@@ -336,6 +341,30 @@ def test_the_rows_that_a_run_computed(of_tables: dict[int, dict[str, float]], ch
             limits = [*ends(check, center, check.young + chance(check, center, 4.0))]
         for limit, side in limits:
             passes_inside_alone(judged, limit, side, f"f of {ROWS} rows computed: {check.words} ")
+
+
+def test_what_changed_may_be_as_all_live_rows_or_as_those_of_its_keys() -> None:
+    """A model that works, of the newest keys, which are of another kind; and what is neither."""
+    score = OF_KIND[NUMBER]
+    others = pa.table({"id": range(2000), "f": [float(n % 100) for n in range(2000)]})
+    newest = pa.table({"id": range(2000, 2040), "f": [1000.0 + n for n in range(40)]})
+    live = pa.concat_tables([others, newest])
+
+    def judged(become: Callable[[float], float]) -> Verdict:
+        now = newest.set_column(1, "f", pa.array([become(x) for x in newest["f"].to_pylist()]))
+        pairs = Pairs(now, newest, 0.1, 400, 7)
+        evidence = given(NUMBER, {}, [{}], computed=now, live=live, pairs=pairs)
+        del vars(evidence)["live_figures"]
+        return verdict(
+            "computed", replace(evidence, view=FeatureView("v", ("id",), (score,), 9, 0))
+        )
+
+    assert judged(lambda x: x + 0.5).passed
+    # as everybody is
+    assert judged(lambda x: (x - 1000) * 2).passed
+    found = judged(lambda x: 10 * x)
+    assert not found.passed
+    assert "median 1.02e+04, passes from 5 to 96 (of the live rows 50.5)" in found.message
 
 
 @pytest.mark.parametrize("figure", [check.figure for check in ANCHOR])

@@ -57,6 +57,18 @@ def test_nights_that_are_mostly_the_one_before_say_as_much_as_fewer() -> None:
     assert found == pytest.approx(Usual(float(np.median(x)), reach, reach, 28))
 
 
+def test_some_figures_may_be_farther_off_than_in_the_farthest_night() -> None:
+    """From fourteen nights on, and not as what was accepted was."""
+    nights = values(*[0.0, 0.01] * 6, 0.0, 1.0)
+    far = usual(nights, "no date", farthest=2.5)
+    assert far is not None
+    assert far.above == pytest.approx(2.5 * (1.0 - 0.005))
+    accepted = usual([*nights[:-1], nights[-1]._replace(is_accepted=True)], "no date", farthest=2.5)
+    assert accepted is not None
+    assert accepted.below < 0.1
+    assert usual(nights[1:], "no date", farthest=2.5) == usual(nights[1:], "no date")
+
+
 def test_of_fewer_than_seven_nights_nothing_is_usual() -> None:
     assert usual(values(*range(6)), day(6)) is None
     assert usual([], day(0)) is None

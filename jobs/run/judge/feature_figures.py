@@ -458,11 +458,11 @@ _MOVED = {
 
 
 def spread_of(numbers: F8) -> float:
-    """How far numbers lie from each other, robust against few outliers (of a normal distribution
-    the 10th and the 90th percentile are 2.56 standard deviations apart), else their standard
-    deviation."""
-    low, high = np.quantile(numbers, [0.1, 0.9])
-    return float((high - low) / 2.56 or numbers.std())
+    """How far numbers lie from each other, robust against few outliers: the standard deviation of
+    what lies between their 1st and 99th percentile, all else moved there; else of all. A distance
+    of two percentiles would jump where the share of a value crosses one."""
+    low, high = np.quantile(numbers, [0.01, 0.99])
+    return float(np.clip(numbers, low, high).std() or numbers.std())
 
 
 def rank_correlation(a: F8, b: F8) -> float | None:

@@ -73,6 +73,9 @@ _SHOWN_FEATURES = 3
 """Features that a message names, at most."""
 MOST_RELATED = 2048
 """Rows that a rank correlation is of, at most."""
+FARTHEST = 2.5
+"""How many times as far as in the farthest of its nights a view's rows may move: storms come more
+often than chance would have them."""
 MOST_STEPS = 7.0
 """Partitions of a gap for which a limit becomes wider, at most: what is off by more is refused for
 as long as nobody accepts it."""
@@ -298,9 +301,8 @@ def _own_limit(
     center = float(np.median([one.value for one in values]))
     unit = _unit(evidence, feature, center) if check.scale == LEVEL else 1.0
     floor = _floor(evidence, feature, check, center) * unit
-    found = usual(
-        [one._replace(value=_scaled(one.value, check.scale)) for one in values], evidence.day, floor, check.gate
-    )
+    scaled = [one._replace(value=_scaled(one.value, check.scale)) for one in values]
+    found = usual(scaled, evidence.day, floor, FARTHEST if check.gate == "moved" else 0.0)
     assert found is not None
     raw = [one.value for one in values]
     least, most = f"{min(raw):.4g}", f"{max(raw):.4g}"
@@ -378,40 +380,49 @@ def _never(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
 
 
 def _computed(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
-    """The rows that this run computed, beside all that are live."""
+    """The rows that this run computed, beside all that are live and the live rows of their keys:
+    one of the two is enough, since what changes may be of a kind (the newest keys), and keys are
+    new."""
     rows, live = evidence.computed, evidence.live
     if rows is None or live is None or min(rows.num_rows, live.num_rows) < FEWEST_ROWS:
         return
-    now, then = figures_of(rows, evidence.view), {**evidence.live_figures}
-    pairs = evidence.pairs
+    now, pairs = figures_of(rows, evidence.view), evidence.pairs
+    beside = [("of the live rows", live, {**evidence.live_figures})]
     if pairs is not None and len(pairs.now) >= FEWEST_ROWS:
         now |= evidence.moves(pairs, 1.0)
+        of_keys = figures_of(pairs.then, evidence.view)
+        beside.append(("of the live rows of these keys", pairs.then, of_keys))
     # of what live lacks, or has another type of, nothing is said
-    there = [f for f in evidence.view.features if f"{f.name}.null" in then]
-    for feature in there:
-        directions = None if feature.dim is None else _directions(feature, rows, live)
-        if directions is not None:
-            name = f"{feature.name}.direction"
-            now[name], then[name] = directions
+    there = [f for f in evidence.view.features if f"{f.name}.null" in beside[0][2]]
     for feature, check, factor in _checks(evidence.view, gates, COMPUTED):
         name = f"{feature.name}.{check.figure}"
-        if feature not in there or name not in now:
+        found: list[tuple[float, _Limit]] = []
+        if feature not in there:
             continue
-        if check.figure.startswith("moved"):
-            if pairs is None or not _judges_labels(evidence, feature, check):
-                continue
-            limit = _bound_by_key(check, factor, len(pairs.now), pairs.number)
-        elif name not in then:
+        if check.figure == "direction":
+            found = [
+                (value, _computed_limit(check, feature, {name: usual}, words, rows, factor))
+                for words, others, _ in beside
+                for value, usual in _directions(feature, rows, others)
+            ]
+        elif name in now and check.figure.startswith("moved"):
+            if pairs is not None and _judges_labels(evidence, feature, check):
+                found = [(now[name], _bound_by_key(check, factor, len(pairs.now), pairs.number))]
+        elif name in now:
+            found = [
+                (now[name], _computed_limit(check, feature, then, words, rows, factor))
+                for words, _, then in beside
+                if name in then
+            ]
+        if not found:
             continue
-        else:
-            limit = _computed_limit(check, feature, then, rows.num_rows, factor)
-        ratio, between = _ratio(now[name], limit, check), _between(check, [limit])
-        of = f" of {rows.num_rows:,} rows computed"
+        ratio, value, limit = min((_ratio(value, one, check), value, one) for value, one in found)
+        between, of = _between(check, [limit]), f" of {rows.num_rows:,} rows computed"
         yield _found(
             "computed",
             feature,
             check.figure,
-            now[name],
+            value,
             ratio,
             between,
             check.words,
@@ -421,30 +432,33 @@ def _computed(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
 
 
 def _computed_limit(
-    check: Check, feature: Feature, then: Figures, rows: int, factor: float
+    check: Check, feature: Feature, then: Figures, words: str, rows: pa.Table, factor: float
 ) -> _Limit:
     center = then[f"{feature.name}.{check.figure}"]
-    words = f"of the live rows {center:.4g}"
+    words += f" {center:.4g}"
     if check.young is None:
-        # the median is to lie between live's 5th and 95th percentile
+        # the median is to lie between the others' 5th and 95th percentile
         low, high = (then.get(f"{feature.name}.{name}", center) for name in ("p05", "p95"))
         step = 0.0 if feature.dtype.startswith("float") else 1.0
         middle, reach = (low + high) / 2, (high - low) / 2 + step
         reach = factor * (reach + 1e-9 * abs(middle))
         return _Limit(middle, reach, reach, 1.0, words)
-    reach = check.young + _chance(check, center, rows, _CHANCE_COMPUTED)
+    reach = check.young + _chance(check, center, rows.num_rows, _CHANCE_COMPUTED)
     return _Limit(center, factor * reach, factor * reach, 1.0, words)
 
 
-def _directions(feature: Feature, rows: pa.Table, live: pa.Table) -> tuple[float, float] | None:
-    """Mean cosine of vectors to the mean direction of the live ones: of these rows, and of live's
-    own."""
-    found = [unit_mean(of.column(feature.name)) for of in (rows, live)]
-    if found[0] is None or found[1] is None:
-        return None
+def _directions(
+    feature: Feature, rows: pa.Table, others: pa.Table
+) -> Iterator[tuple[float, float]]:
+    """Mean cosine of vectors to the mean direction of other rows: of these rows, and of the others
+    themselves; none where one has no direction."""
+    here, there = (unit_mean(of.column(feature.name)) for of in (rows, others))
+    if here is None or there is None:
+        return
     # no dot product, which CPUs sum up in another order
-    length = float(np.sqrt(np.square(found[1]).sum()))
-    return (float((found[0] * found[1]).sum()) / length, length) if length > 0 else None
+    length = float(np.sqrt(np.square(there).sum()))
+    if length > 0:
+        yield float((here * there).sum()) / length, length
 
 
 def _anchored(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:

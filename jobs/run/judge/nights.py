@@ -3,8 +3,8 @@
 A night is the newest snapshot of a day that was accepted, or a partition. Tonight's figure x is
 compared with the median c of the last 28: it may be off by k(n) standard deviations s of theirs,
 the farthest night left out. k(n) is such that of 50 figures one is off by chance once in 200 nights
-(Monte Carlo of n + 1 normal values, two-sided). Where a night is mostly the one before, as a mean of
-30 days is, n is how many independent nights say as much. Where figures follow the weekday, which
+(Monte Carlo of n + 1 normal values, two-sided). Where a night is mostly the one before, as a mean
+of 30 days is, n is how many independent nights say as much. Where figures follow the weekday, which
 halves s, c is that weekday's median.
 """
 
@@ -94,10 +94,12 @@ def counted(nights: Sequence[Night], figure: str) -> list[Value]:
     return found[-MOST_NIGHTS:]
 
 
-FAR = {"moved": 0.0, "shape": 0.0}
-def usual(values: Sequence[Value], day: str, floor: float = 0.0, gate="") -> Usual | None:
-    """What a figure usually is on a day, and how far from it tonight's may be: ``floor`` at least;
-    None of fewer than :data:`FEWEST_NIGHTS` nights."""
+def usual(
+    values: Sequence[Value], day: str, floor: float = 0.0, farthest: float = 0.0
+) -> Usual | None:
+    """What a figure usually is on a day, and how far from it tonight's may be: ``floor`` at least,
+    and from :data:`SURE_NIGHTS` nights on ``farthest`` times as far as the farthest of them; None
+    of fewer than :data:`FEWEST_NIGHTS`."""
     n = len(values)
     if n < FEWEST_NIGHTS:
         return None
@@ -115,7 +117,8 @@ def usual(values: Sequence[Value], day: str, floor: float = 0.0, gate="") -> Usu
     k = float(np.interp(_independent(off), _K_NIGHTS, _K))
     reach = max(k * _spread(off, lost), floor)
     if n >= SURE_NIGHTS:
-        reach = max(reach, FAR.get(gate, 0) * max((abs(o) for o, v in zip(off, values) if not v.is_accepted), default=0))
+        ordinary = [not one.is_accepted for one in values]
+        reach = max(reach, farthest * float(np.abs(off[ordinary]).max(initial=0.0)))
     may = []
     for one, of_day in zip(values, weekdays, strict=True):
         by = one.value - center
