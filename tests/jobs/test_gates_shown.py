@@ -120,8 +120,8 @@ def test_status_page_and_report_show_the_nights(prepared: Prepared, capsys: Capt
     assert of_page.nights == 3
     assert of_page.judged.startswith("snapshot 4 of numbers (2026-11-05), judged by the 3 nights")
     assert of_page.judged.endswith("; it is not live")
-    lines = [(line.feature, line.state) for line in of_page.night_lines]
-    assert lines == [("double", "refused"), ("vector", "refused")]
+    worst = [(line.feature, line.state) for line in of_page.night_lines]
+    assert worst == [("double", "refused"), ("vector", "refused")]
     # what nobody compared yet has no limits, and says so
     waits = gate_history(project.store, project.snapshot(4))._replace(waits=True)
     assert "is not compared yet with the partitions before it" in waits.said()

@@ -160,7 +160,10 @@ def test_a_refusal_says_what_to_type(store: ViewStore) -> None:
             " --snapshot 12 --accept rows --accept null. If it is wrong: mend",
         ),
         ({"partition": DAYS[0]}, "run numbers --partition 2026-01-01T00:00Z --expect rows. If"),
-        ({"frame": "data/run/frame.parquet"}, "precompute.open(…).run('numbers', frame=df, expect=['rows']). If"),
+        (
+            {"frame": "data/run/frame.parquet"},
+            "precompute.open(…).run('numbers', frame=df, expect=['rows']). If",
+        ),
     ):
         snapshot = commit(store, LAST + 1, **{"gates": (REFUSAL,)} | more)
         for unchanged in (True, False):
