@@ -852,7 +852,7 @@ def test_what_was_announced_is_no_night_of_what_is_usual(nightly: Nightly) -> No
     assert nightly.scene(rows_of(1, 100.0)).live().snapshot == 2
     back = nightly.run(2, rows_of(2, 100.0), accept=())
     # the last ordinary night is the one before
-    assert "double: median" in " ".join(one.message for one in back.failed)
+    assert "double: 75th percentile" in " ".join(one.message for one in back.failed)
     assert f"(on {day(0)} " in " ".join(one.message for one in back.failed)
 
 

@@ -39,13 +39,15 @@ def values(*of: float) -> list[Value]:
     [(7, 17.2), (14, 7.2), (21, 6.1), (28, 5.5), (10, 17.2 - 3 / 7 * 10), (35, 5.5)],
 )
 def test_how_far_follows_from_the_number_of_nights(nights: int, k: float) -> None:
-    """k(n) standard deviations of all nights but the farthest, from their median."""
+    """k(n) standard deviations of all nights but the farthest, from their median; and what was once
+    may come again, from fourteen nights on."""
     random = np.random.default_rng(nights)
     x = np.append(random.normal(size=nights - 1), 1000.0)
     center = np.median(x)
     found = usual(values(*x), "a partition that is no date")
     reach = k * (x[:-1] - center).std(ddof=1)
-    assert found == pytest.approx(Usual(center, reach, reach, nights))
+    above = reach if nights < 14 else 1000.0 - center
+    assert found == pytest.approx(Usual(center, reach, above, nights))
 
 
 def test_nights_that_are_mostly_the_one_before_say_as_much_as_fewer() -> None:
@@ -58,14 +60,14 @@ def test_nights_that_are_mostly_the_one_before_say_as_much_as_fewer() -> None:
 
 
 def test_some_figures_may_be_farther_off_than_in_the_farthest_night() -> None:
-    """From fourteen nights on, and not as what was accepted was."""
+    """From fourteen nights on, to the side that it was, and not as what was accepted was."""
     nights = values(*[0.0, 0.01] * 6, 0.0, 1.0)
-    far = usual(nights, "no date", farthest=2.5)
+    plain, far = usual(nights, "no date"), usual(nights, "no date", farthest=2.5)
+    assert plain is not None
     assert far is not None
+    assert plain.above == pytest.approx(1.0 - 0.005)
     assert far.above == pytest.approx(2.5 * (1.0 - 0.005))
-    accepted = usual([*nights[:-1], nights[-1]._replace(is_accepted=True)], "no date", farthest=2.5)
-    assert accepted is not None
-    assert accepted.below < 0.1
+    assert far.below == plain.below < 0.1
     assert usual(nights[1:], "no date", farthest=2.5) == usual(nights[1:], "no date")
 
 

@@ -458,10 +458,12 @@ _MOVED = {
 
 
 def spread_of(numbers: F8) -> float:
-    """How far numbers lie from each other, robust against few outliers: the standard deviation of
-    what lies between their 1st and 99th percentile, all else moved there; else of all. A distance
-    of two percentiles would jump where the share of a value crosses one."""
-    low, high = np.quantile(numbers, [0.01, 0.99])
+    """How far numbers lie from each other, robust against few outliers: their standard deviation
+    with what is beyond the 1st or 99th percentile, and the four farthest at each end, moved to what
+    is next to them; else of all. A distance of two percentiles would jump where the share of a
+    value crosses one."""
+    few = min(0.25, max(0.01, 4 / max(1, len(numbers) - 1)))
+    low, high = np.quantile(numbers, [few, 1 - few])
     return float(np.clip(numbers, low, high).std() or numbers.std())
 
 

@@ -302,7 +302,7 @@ def _own_limit(
     unit = _unit(evidence, feature, center) if check.scale == LEVEL else 1.0
     floor = _floor(evidence, feature, check, center) * unit
     scaled = [one._replace(value=_scaled(one.value, check.scale)) for one in values]
-    found = usual(scaled, evidence.day, floor, FARTHEST if check.gate == "moved" else 0.0)
+    found = usual(scaled, evidence.day, floor, FARTHEST if check.gate == "moved" else 1.0)
     assert found is not None
     raw = [one.value for one in values]
     least, most = f"{min(raw):.4g}", f"{max(raw):.4g}"
@@ -403,6 +403,7 @@ def _computed(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
             found = [
                 (value, _computed_limit(check, feature, {name: usual}, words, rows, factor))
                 for words, others, _ in beside
+                if feature.name in others.column_names
                 for value, usual in _directions(feature, rows, others)
             ]
         elif name in now and check.figure.startswith("moved"):

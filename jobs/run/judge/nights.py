@@ -1,11 +1,9 @@
 """Nights: the figures that a view had, and how far tonight's may be from them.
 
-A night is the newest snapshot of a day that was accepted, or a partition. Tonight's figure x is
-compared with the median c of the last 28: it may be off by k(n) standard deviations s of theirs,
-the farthest night left out. k(n) is such that of 50 figures one is off by chance once in 200 nights
-(Monte Carlo of n + 1 normal values, two-sided). Where a night is mostly the one before, as a mean
-of 30 days is, n is how many independent nights say as much. Where figures follow the weekday, which
-halves s, c is that weekday's median.
+A night is the newest snapshot of a day that was accepted, or a partition. Tonight's figure may be
+off the median of the last 28 by k(n) standard deviations of theirs, the farthest left out. With
+k(n) of 50 figures one is off by chance once in 200 nights (Monte Carlo of n + 1 normal values). n
+is how many independent nights say as much. Where weekdays halve it, their own median is taken.
 """
 
 from __future__ import annotations
@@ -95,10 +93,10 @@ def counted(nights: Sequence[Night], figure: str) -> list[Value]:
 
 
 def usual(
-    values: Sequence[Value], day: str, floor: float = 0.0, farthest: float = 0.0
+    values: Sequence[Value], day: str, floor: float = 0.0, farthest: float = 1.0
 ) -> Usual | None:
     """What a figure usually is on a day, and how far from it tonight's may be: ``floor`` at least,
-    and from :data:`SURE_NIGHTS` nights on ``farthest`` times as far as the farthest of them; None
+    and from :data:`SURE_NIGHTS` nights on ``farthest`` times as far as it was in any of them; None
     of fewer than :data:`FEWEST_NIGHTS`."""
     n = len(values)
     if n < FEWEST_NIGHTS:
@@ -116,10 +114,9 @@ def usual(
             center, off, lost = float(own[today]), of_weekday, len(own)
     k = float(np.interp(_independent(off), _K_NIGHTS, _K))
     reach = max(k * _spread(off, lost), floor)
-    if n >= SURE_NIGHTS:
-        ordinary = [not one.is_accepted for one in values]
-        reach = max(reach, farthest * float(np.abs(off[ordinary]).max(initial=0.0)))
-    may = []
+    # what was, passes again: beside its own weekday where that is what is compared
+    may = [farthest * by for by, one in zip(off, values, strict=True) if not one.is_accepted]
+    may = may if n >= SURE_NIGHTS else []
     for one, of_day in zip(values, weekdays, strict=True):
         by = one.value - center
         # what somebody accepted may come again, about, and what that weekday was, half as far again
@@ -127,7 +124,7 @@ def usual(
             may.append(by + math.copysign(reach, by))
         elif of_day is not None and of_day == today:
             may.append(by + math.copysign(max(floor, abs(by) / 2), by))
-    below, above = (max(reach, *(sign * one for one in may), 0.0) for sign in (-1, 1))
+    below, above = (max([reach, *(sign * one for one in may)]) for sign in (-1, 1))
     return Usual(center, below, above, n)
 
 
