@@ -79,13 +79,23 @@ def _ways_out(snapshot: Snapshot, gates: Collection[str], *, unchanged: bool) ->
         at = (snapshot.partition or "").partition("/")[0]
         expect = f"precompute run {view}{at and f' --partition {at}'} --expect {','.join(gates)}"
         if is_frame:
-            expect = f"precompute.open(…).run({view!r}, frame=df, expect={[*gates]})"
+            of = at and f", partition={at!r}"
+            expect = f"precompute.open(…).run({view!r}, frame=df{of}, expect={[*gates]})"
         text += f" If for some days alone: {expect}."
     text += f" If it is wrong: mend the {'frame' if is_frame else 'source'} or the model, and run"
-    if not unchanged:
-        return f"{text} again"
-    full = "full=True" if is_frame else "--full"
-    return f"{text} again, by {full} where neither input nor fingerprint shows what was mended"
+    text += " again"
+    full, retry = (
+        ("full=True", "retry_rejected=True") if is_frame else ("--full", "--retry-rejected")
+    )
+    if unchanged:
+        text += f", by {full} where neither input nor fingerprint shows what was mended"
+    if "url" in snapshot.view.definition.model.args:
+        # a service, whose answers are kept
+        text += (
+            f". A service is asked again by {full} {retry} for what was rejected, and for all by"
+            f" {full} with another `cache` in model.args"
+        )
+    return text
 
 
 def are_alike(one: Snapshot, other: Snapshot) -> bool:

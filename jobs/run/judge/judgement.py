@@ -514,7 +514,7 @@ def _beyond(own: FeatureGates, column: pa.ChunkedArray, figure: str) -> F8 | Non
     if figure == "range" and own.range is not None:
         low, high = own.range
         numbers = np.asarray(column.cast(pa.float64()).combine_chunks()).astype(np.float64)
-        # what is null or not finite is judged by others
+        # what is null or no number is within
         with np.errstate(invalid="ignore"):
             off = np.maximum(low - numbers, numbers - high)
         return np.where(np.isnan(off), 0.0, np.maximum(off, 0.0))
