@@ -82,11 +82,10 @@ def _ways_out(snapshot: Snapshot, gates: Collection[str], *, unchanged: bool) ->
             of = at and f", partition={at!r}"
             expect = f"precompute.open(…).run({view!r}, frame=df{of}, expect={[*gates]})"
         text += f" If for some days alone: {expect}."
-    text += f" If it is wrong: mend the {'frame' if is_frame else 'source'} or the model, and run"
-    text += " again"
-    full, retry = (
-        ("full=True", "retry_rejected=True") if is_frame else ("--full", "--retry-rejected")
-    )
+    what, full, retry = "source", "--full", "--retry-rejected"
+    if is_frame:
+        what, full, retry = "frame", "full=True", "retry_rejected=True"
+    text += f" If it is wrong: mend the {what} or the model, and run again"
     if unchanged:
         text += f", by {full} where neither input nor fingerprint shows what was mended"
     if "url" in snapshot.view.definition.model.args:

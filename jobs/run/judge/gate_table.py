@@ -148,7 +148,7 @@ FIRST = (
     Bound((VECTOR,), "common", 0.2, "share of one vector", True),
     Bound((VECTOR,), "dead", 0.1, "share of dimensions without spread"),
     Bound((VECTOR,), "norm.p50", 1e6, "median length"),
-    Bound((VECTOR,), "cosine", 0.985, "mean cosine of two rows"),
+    Bound((VECTOR,), "cosine", 0.98, "mean cosine of two rows"),
     Bound((VECTOR,), "zero", 0.2, "share of zero vectors", True),
     Bound((LIST, NUMBERS), "common", 0.7, "share of one list", True),
     Bound((TEXT,), "missing", 0.3, "share of words for no value", True),

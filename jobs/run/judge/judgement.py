@@ -73,7 +73,7 @@ _SHOWN_FEATURES = 3
 """Features that a message names, at most."""
 MOST_RELATED = 2048
 """Rows that a rank correlation is of, at most."""
-FARTHEST = 2.5
+FARTHEST = 4.0
 """How many times as far as in the farthest of its nights a view's rows may move: storms come more
 often than chance would have them."""
 MOST_STEPS = 7.0
