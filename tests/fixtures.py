@@ -166,8 +166,9 @@ def write_project(
         "stale_for": "1d",
         "max_rejected": 0.5,
     }
-    if "tests.models:Doubler" in str((view or {}).get("model") or definition["model"]):
-        # its vectors have nearly one direction
+    model = str((view or {}).get("model") or definition["model"])
+    if "tests.models:Doubler" in model or "features" not in (view or {}):
+        # the vectors of a Doubler have nearly one direction
         definition["gates"] = {"first": None}
     for base, over in ((settings, project or {}), (definition, view or {})):
         base |= over

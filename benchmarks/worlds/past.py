@@ -12,7 +12,6 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks.worlds.world import Rows, World, day, joined, table_of, taken
-from precompute.jobs.config.announcement import ANNOUNCED
 from precompute.jobs.config.gates import GatesConfig
 from precompute.jobs.run.judge.gates import MOST_GONE
 from precompute.jobs.run.judge.judgement import Evidence, Pairs, judge_rows
@@ -21,7 +20,7 @@ from precompute.jobs.run.judge.pairs import ANCHOR_ROWS, PAIRED_ROWS
 from precompute.jobs.run.judge.row_count import judge_row_count
 from precompute.store.feature_view import FeatureView
 from precompute.store.offline.segment import Part
-from precompute.store.offline.snapshot import Verdict
+from precompute.store.offline.snapshot import ANNOUNCED, Verdict
 
 GATES = GatesConfig()
 """As a view has them that sets none."""

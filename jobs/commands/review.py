@@ -356,6 +356,7 @@ def _log(arguments: argparse.Namespace) -> int:
 
 
 def _log_lines(report: Report, rejected: Mapping[str, Any] | None) -> Iterator[str]:
+    from precompute.jobs.run.judge.gate_table import TABLE
     from precompute.jobs.run.report import engine_line, usage_line
 
     number = "" if report.snapshot is None else f", snapshot {report.snapshot}"
@@ -387,11 +388,12 @@ def _log_lines(report: Report, rejected: Mapping[str, Any] | None) -> Iterator[s
     longest = sorted(report.stages_s.items(), key=lambda item: -item[1])
     yield from (f"  {seconds:>9.3f} s  {stage}" for stage, seconds in longest if seconds >= 0.001)
     for verdict in report.gates:
-        yield (
-            f"  gate {verdict.gate}: {'passed' if verdict.passed else 'REFUSED'},"
-            f" {verdict.measured:.4g} of"
-            f" {verdict.limit:.4g}{': ' + verdict.message if verdict.message else ''}"
-        )
+        state = "warns" if verdict.warned else "passed" if verdict.passed else "REFUSED"
+        # the message of a gate on features has both, of each that is beyond its limits
+        numbers = f", {verdict.measured:.4g} of {verdict.limit:.4g}"
+        numbers = "" if verdict.gate in TABLE else numbers
+        said = f": {verdict.message}" if verdict.message else ""
+        yield f"  gate {verdict.gate}: {state}{numbers}{said}"
     if rejected:
         yield f"  {rejected['rows']:,} rejected, in {rejected['path']}"
         yield from (f"    {count:,} × {reason}" for reason, count in rejected["reasons"].items())

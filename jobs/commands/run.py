@@ -260,7 +260,9 @@ def describe_report(report: Report) -> str:
         head += f" ({shown})" if shown else ""
         head += f", {report.rows_per_s:,.0f} rows/s" if report.rows_per_s else ""
     refused = [
-        f"  gate {v.gate}: {v.message} (limit {v.limit:g})" for v in report.gates if not v.passed
+        f"  gate {v.gate}: {v.message}" + ("" if v.figures else f" (limit {v.limit:g})")
+        for v in report.gates
+        if not v.passed
     ]
     refused += announced_lines(report)
     refused += [f"  library: {report.library.said}"] if report.library is not None else []

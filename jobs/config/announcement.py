@@ -11,14 +11,12 @@ from pydantic import Field, PlainValidator
 
 from precompute.jobs.config.section import Name, Section
 from precompute.store.disk.record import replace
-from precompute.store.offline.snapshot import Snapshot, Verdict
+from precompute.store.offline.snapshot import ANNOUNCED, Snapshot, Verdict
 from precompute.store.times import Partition
 
-COMPARING = ("shape", "computed", "moved", "anchor", "never")
+COMPARING = tuple(gate for gate in ANNOUNCED if gate != "rows")
 """Gates that compare a feature with what it was. They are what is announced where none is named."""
 _OF_ONE = ("computed", "moved", "rows")
-ANNOUNCED = (*COMPARING, "rows")
-"""Gates that a change can be announced for. What judges rows by themselves stays on any day."""
 
 
 class Days(NamedTuple):

@@ -8,10 +8,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from precompute.jobs.config.announcement import ANNOUNCED, ExpectConfig
+from precompute.jobs.config.announcement import ExpectConfig
 from precompute.jobs.config.section import Name, Section, as_mistake
 from precompute.store.errors import ConfigError, did_you_mean, nearest_or_all
 from precompute.store.feature_view import Feature
+from precompute.store.offline.snapshot import ANNOUNCED
 
 
 class RowErrorConfig(Section):

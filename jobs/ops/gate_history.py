@@ -27,7 +27,7 @@ from precompute.jobs.run.judge.nights import (
 from precompute.jobs.run.judge.row_count import FEWEST_ROWS
 from precompute.store.errors import SnapshotError
 from precompute.store.feature_view import Feature
-from precompute.store.offline.snapshot import Snapshot, Verdict
+from precompute.store.offline.snapshot import NEIGHBOURS, Snapshot, Verdict
 from precompute.store.offline.view_store import ViewStore
 
 REFUSED, WARNED = "refused", "warned"
@@ -94,6 +94,8 @@ class GateHistory(NamedTuple):
     verdicts: Sequence[Verdict]
     figures: Sequence[GateFigure]
     accepted: Collection[str] = frozenset()
+    waits: bool = False
+    """Whether it is a partition that is not compared yet with those before it."""
 
     def said(self) -> str:
         """How many nights it was judged by, in a sentence."""
@@ -103,6 +105,8 @@ class GateHistory(NamedTuple):
                 f"{head} has {_many(self.rows, 'row')}: below {FEWEST_ROWS} its features are judged"
                 " by their own bounds alone (gates.features)"
             )
+        if self.waits:
+            return f"{head} is not compared yet with the partitions before it: it has no limits"
         if not self.nights:
             return f"{head} has no nights before it: absolute bounds judge it (gate first)"
         by = "the night" if self.nights == 1 else f"the {self.nights} nights"
@@ -192,6 +196,7 @@ def gate_history(store: ViewStore, snapshot: Snapshot) -> GateHistory:
         [one for one in snapshot.gates if one.gate in TABLE],
         sorted(figures, key=lambda one: (one.state != REFUSED, one.state != WARNED)),
         store.log.accepted(snapshot.number),
+        NEIGHBOURS in snapshot.failed_gates,
     )
 
 
@@ -199,10 +204,10 @@ def _judged_by(
     store: ViewStore, snapshot: Snapshot
 ) -> tuple[Sequence[Night], Mapping[str, Limits]]:
     """The nights before a snapshot and the limits that it was judged by; of a partition those
-    before it in data time, as they are now, whose limits are kept nowhere."""
+    before it in data time, as they are now."""
     if snapshot.partition is None:
         return read_judged_by(store, snapshot)
-    return neighbours_of(store, snapshot).nights, {}
+    return neighbours_of(store, snapshot).nights, snapshot.limits
 
 
 def nights_learned(store: ViewStore, snapshot: Snapshot) -> int:

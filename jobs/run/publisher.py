@@ -157,7 +157,7 @@ class Publisher:
             if pointer is not None:
                 report.snapshot, report.model = number, snapshot.model
                 return pointer
-        standing.check_publishable(snapshot)
+        standing.check_publishable(snapshot, unchanged=report.status == "current")
         report.snapshot, report.model = number, snapshot.model
         # what failed publishings had loaded, and may never have been read back
         self._drop_unused(snapshot, ref, current)

@@ -402,7 +402,7 @@ def _all_partitions(
     """The snapshot of all partitions that is published in place of ``snapshot``, which is of one of
     them; ``snapshot`` itself where none has rows."""
     if not keeps_live(snapshot):
-        Standing(store).check_publishable(snapshot)
+        Standing(store).check_publishable(snapshot, unchanged=report.status == "current")
     every = assembled(
         config,
         store,
@@ -476,7 +476,7 @@ def _go_live(
         log.warning("view %r: whether readers see what is live is not known: %s", store.name, exc)
     found = standing.verdict(snapshot)
     if isinstance(found, Refused):
-        standing.check_publishable(snapshot)
+        standing.check_publishable(snapshot, unchanged=report.status == "current")
     if isinstance(found, Bad):
         report.attention.append(
             f"snapshot {snapshot.number} builds on snapshot {found.number}, which was marked bad"

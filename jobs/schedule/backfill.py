@@ -37,6 +37,7 @@ from precompute.jobs.schedule.backfill_plan import (
     Recipes,
     check_overlap,
     in_words,
+    judging_again,
     note_done,
     note_standing,
     one_begins,
@@ -335,8 +336,10 @@ class Conductor:
                 if snapshot is None:
                     raise SnapshotError(f"partition {item.partition} has no good snapshot any more")
                 if isinstance(Standing(store).verdict(snapshot), Refused):
-                    accept = self.state.options.accept
-                    snapshot = compare_again(config, store, snapshot, accept, lease)
+                    options = self.state.options
+                    snapshot = compare_again(
+                        config, store, snapshot, options.accept, lease, options.expect
+                    )
         except PrecomputeError as exc:
             item.state, item.error = "failed", str(exc)
             return
@@ -518,9 +521,12 @@ class Conductor:
         left = f", {total} left, about {elapsed / self._finished * total:,.0f} s" if total else ""
         rows = "" if item.rows is None else f"  {item.rows:,} rows"
         seconds = "" if item.seconds is None else f"  {item.seconds:.1f} s"
-        error = "" if item.error is None else f"  {item.error}"
+        # what gates say of it stands at the end, above what to type
+        is_told = item.error is None or bool(item.refused_by)
+        error = "" if is_told else f"  {item.error}"
+        state = item.state_in_words if item.refused_by else item.state
         self.announce(
-            f"{item.label}  {item.state}{rows}{seconds}  ({len(self.state.items) - total} of"
+            f"{item.label}  {state}{rows}{seconds}  ({len(self.state.items) - total} of"
             f" {len(self.state.items)}{left}){error}"
         )
 
@@ -548,15 +554,12 @@ class Conductor:
     def _report_way_out(self) -> None:
         """What to type next, in whole commands."""
         state = self.state
-        refused = sorted(item.partition for item in state.items if item.refused_by)
+        refused = [item.partition for item in state.items if item.refused_by]
         if refused:
-            first, last = (one.partition("/")[0] for one in (refused[0], refused[-1]))
             gates = sorted({gate for item in state.items for gate in item.refused_by})
             self.announce(
                 f"what a gate refused is judged again, once source, model or limits are mended, by:"
-                f" precompute backfill {state.view} --from {first} --to {last} --reprocess refused"
-                "; it counts as it is with"
-                f" {' '.join(f'--accept {gate}' for gate in gates)} behind that"
+                f" {judging_again(state.view, refused, gates)}"
             )
         if any(item.state in ("failed", "refused") and not item.refused_by for item in state.items):
             self.announce(
@@ -638,8 +641,7 @@ def _item_of(plan: PartitionPlan, store: ViewStore) -> Item | None:
     state = "failed" if plan.why == "failed" else "refused"
     item = Item(str(plan.partition), plan.why, state, snapshot=plan.snapshot, error=plan.reason)
     if plan.why == "refused" and plan.snapshot is not None:
-        refused = store.snapshot(plan.snapshot)
-        item.refused_by = list(Standing(store).refused_by(refused))
+        note_standing(item, store, store.snapshot(plan.snapshot))
     return item
 
 
@@ -701,13 +703,11 @@ def _settle(project: Project, store: ViewStore, state: Backfill) -> None:
         if report is not None:
             note_done(item, store, report)
         elif options.reprocess != "all" and not options.full:
-            why, reason = why_partition(
+            why, _ = why_partition(
                 Partition.parse(item.partition), config, past, recipes, options.check_inputs
             )
             # by another process, meanwhile
             if why == "done":
                 note_done(item, store)
             elif why == "refused" and why not in REPROCESS[options.reprocess]:
-                item.state, item.error = "refused", reason
-                refused = past.newest[item.partition]
-                item.refused_by = list(past.standing.refused_by(refused))
+                note_standing(item, store, past.newest[item.partition])

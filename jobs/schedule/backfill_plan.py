@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
@@ -28,7 +28,7 @@ from precompute.store.disk.storage import read_record_file, storage_of
 from precompute.store.errors import ConfigError, ConflictError, SnapshotError, SourceError
 from precompute.store.offline.log import BACKFILLS, backfill_lease
 from precompute.store.offline.runs import Report
-from precompute.store.offline.snapshot import NEIGHBOURS, Snapshot
+from precompute.store.offline.snapshot import ANNOUNCED, NEIGHBOURS, Snapshot
 from precompute.store.offline.standing import Bad, Standing
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.times import Partition, containing, partitions, utc_now
@@ -432,12 +432,14 @@ def _planned(
         return PartitionPlan(
             partition, "run", "forced" if why == "done" else why, reason, *estimate
         )
-    if why != "done":
+    if why == "refused" and newest is not None:
+        gates = past.standing.refused_by(newest)
+        reason += f"; to judge it again: {judging_again(config.name, [str(partition)], gates)}"
+    elif why != "done":
         takes = next(value for value, kinds in REPROCESS.items() if why in kinds)
-        reason += (
-            f"; to {'judge' if why == 'refused' else 'compute'} it again:"
-            f" {_backfill_of(config.name, str(partition))} --reprocess {takes}"
-        )
+        at = str(partition).partition("/")[0]
+        command = f"precompute backfill {config.name} --from {at} --to {at} --reprocess {takes}"
+        reason += f"; to compute it again: {command}"
     return PartitionPlan(partition, "skip", why, reason, *estimate)
 
 
@@ -471,7 +473,7 @@ def why_partition(
             f"snapshot {snapshot.number} is not compared with the partitions before it yet",
         )
     if refused_by:
-        return "refused", f"snapshot {snapshot.number}, {refusal(snapshot, refused_by)}"
+        return "refused", f"snapshot {snapshot.number}, by {refusal(snapshot, refused_by)}"
     recipe, model, input_models = recipes.of(partition)
     if snapshot.model != model:
         return (
@@ -512,20 +514,24 @@ def why_partition(
 
 
 def refusal(snapshot: Snapshot, gates: Collection[str]) -> str:
-    """That these gates refuse a partition's snapshot, what they say, and how to accept it:
-    `publish` would move what is live back to it."""
-    said = "; ".join(
+    """What these gates say of a partition's snapshot that they refuse."""
+    return "; ".join(
         f"{verdict.gate}: {verdict.message}" for verdict in snapshot.failed if verdict.gate in gates
     )
+
+
+def judging_again(view: str, partitions: Sequence[str], gates: Collection[str]) -> str:
+    """What to type for partitions that these gates refuse, and what behind it for them to count:
+    `publish` would move what is live back to them."""
+    first, last = (one.partition("/")[0] for one in (min(partitions), max(partitions)))
     accept = " ".join(f"--accept {gate}" for gate in gates)
-    command = _backfill_of(snapshot.view.name, str(snapshot.partition))
-    return f"refused by {said}; to publish it all the same: {command} --reprocess refused {accept}"
-
-
-def _backfill_of(view: str, partition: str) -> str:
-    """The command for one partition."""
-    at = partition.partition("/")[0]
-    return f"precompute backfill {view} --from {at} --to {at}"
+    text = (
+        f"precompute backfill {view} --from {first} --to {last} --reprocess refused;"
+        f" it counts as it is with {accept} behind that"
+    )
+    if not set(gates) <= {*ANNOUNCED}:
+        return text
+    return f"{text}, or, where it is so of these days alone, --expect {','.join(gates)}"
 
 
 # ---- the record

@@ -36,6 +36,10 @@ NEIGHBOURS = "neighbours"
 """What refuses a partition that a backfill computed until it is compared with the days before it,
 which may be computed later: no gate that anybody sets or accepts."""
 
+ANNOUNCED = ("shape", "computed", "moved", "anchor", "never", "rows")
+"""Gates that a change can be announced for: they compare rows with what was. What judges rows by
+themselves stays on any day."""
+
 
 class Verdict(Record, frozen=True):
     """What one gate measured and what it allows; ``message`` says it in words."""
@@ -148,9 +152,12 @@ class Snapshot(Record, frozen=True):
     not known."""
     quality: Mapping[str, float] = field(default_factory=dict)
     """Figures the gates judged by: ``<feature>.<figure>``."""
+    limits: Mapping[str, tuple[float | None, float | None]] = field(default_factory=dict)
+    """Of a partition, figure → the least and the largest value that its gates let pass, None to a
+    side where it may be anything. Of any other they lie with its nights."""
     nights: Part | None = None
     """File of the figures of the nights before it, by which its gates know what is usual, and of
-    the limits that follow from them; None where it has neither."""
+    the limits that follow from them; None where it has neither, and of a partition."""
     anchors: tuple[Part, ...] = ()
     """Files of some rows of the nights before, and of its own: a little each night is much in a
     week."""

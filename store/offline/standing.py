@@ -17,7 +17,7 @@ from functools import cached_property
 
 from precompute.store.errors import GateError, SnapshotError
 from precompute.store.offline.log import BadMark, Hold, LiveRef, Publishing
-from precompute.store.offline.snapshot import NEIGHBOURS, Entry, Snapshot
+from precompute.store.offline.snapshot import ANNOUNCED, NEIGHBOURS, Entry, Snapshot
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.times import shown_time
 
@@ -67,21 +67,35 @@ def is_earlier(snapshot: Snapshot, live: Snapshot) -> bool:
     return (snapshot.partition, snapshot.number) < (live.partition, live.number)
 
 
-def _if_wrong(snapshot: Snapshot) -> str:
-    """What to do about a snapshot that a gate refused with reason, by where its rows come from."""
-    what, full, retry = "source", "--full", "--retry-rejected"
-    if snapshot.frame is not None:
-        what, full, retry = "frame that the run is given", "full=True", "retry_rejected=True"
+def _ways_out(snapshot: Snapshot, gates: Collection[str], *, unchanged: bool) -> str:
+    """What to type about a snapshot that these gates refuse; ``unchanged``: it was there before
+    the run, which found that nothing changed."""
+    view, is_frame = snapshot.view.name, snapshot.frame is not None
+    accept = " ".join(f"--accept {gate}" for gate in gates)
     text = (
-        f"If the rows are wrong: mend the {what} or the model, then run the view again. Until then"
-        " every run is refused as this one was"
+        "If that is right from now on: precompute publish"
+        f" {view} --snapshot {snapshot.number} {accept}."
     )
-    return (
-        f"{text}, with {full} too; {full} is for what was mended where neither input nor"
-        f" fingerprint shows it. A model that keeps the answers of a service is asked again by"
-        f" {full} and {retry} for what was rejected, and for all inputs by {full} with another"
-        " `cache` in model.args"
-    )
+    if set(gates) <= {*ANNOUNCED}:
+        at = (snapshot.partition or "").partition("/")[0]
+        expect = f"precompute run {view}{at and f' --partition {at}'} --expect {','.join(gates)}"
+        if is_frame:
+            of = at and f", partition={at!r}"
+            expect = f"precompute.open(…).run({view!r}, frame=df{of}, expect={[*gates]})"
+        text += f" If for some days alone: {expect}."
+    what, full, retry = "source", "--full", "--retry-rejected"
+    if is_frame:
+        what, full, retry = "frame", "full=True", "retry_rejected=True"
+    text += f" If it is wrong: mend the {what} or the model, and run again"
+    if unchanged:
+        text += f", by {full} where neither input nor fingerprint shows what was mended"
+    if "url" in snapshot.view.definition.model.args:
+        # a service, whose answers are kept
+        text += (
+            f". A service is asked again by {full} {retry} for what was rejected, and for all by"
+            f" {full} with another `cache` in model.args"
+        )
+    return text
 
 
 def are_alike(one: Snapshot, other: Snapshot) -> bool:
@@ -202,10 +216,17 @@ class Standing:
         )
         return max(same, default=None)
 
-    def check_publishable(self, snapshot: Snapshot) -> None:
-        """Raises:
-        GateError: a gate refused the snapshot and nobody accepted that, or it is bad.
-        UnreadableError: something cannot be read now.
+    def check_publishable(self, snapshot: Snapshot, *, unchanged: bool = False) -> None:
+        """Refuse what is not to be published.
+
+        Args:
+            snapshot: committed.
+            unchanged: of a run that found that nothing changed since it was refused, and is told
+                how to have all rows computed.
+
+        Raises:
+            GateError: a gate refused the snapshot and nobody accepted that, or it is bad.
+            UnreadableError: something cannot be read now.
         """
         number, view = snapshot.number, self._store.name
         match self.verdict(snapshot):
@@ -237,11 +258,9 @@ class Standing:
                 )
                 if any(verdict.figures for verdict in snapshot.failed if verdict.gate in gates):
                     said += f". Beside its nights: precompute gates {view} --snapshot {number}"
-                accept = " ".join(f"--accept {name}" for name in gates)
                 raise GateError(
                     f"view {view!r}: snapshot {number} is not published, the live one stays."
-                    f" {said}. If this is as it should be: precompute publish {view} --snapshot"
-                    f" {number} {accept}. {_if_wrong(snapshot)}"
+                    f" {said}. {_ways_out(snapshot, gates, unchanged=unchanged)}"
                 )
 
     def rolled_back(self, snapshot: Snapshot) -> list[int]:

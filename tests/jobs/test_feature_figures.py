@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 import math
 import os
 import subprocess
 import sys
 import tracemalloc
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
-from precompute.jobs.run.judge import feature_figures
+from precompute.jobs.run.judge import feature_figures, judgement, nights
 from precompute.jobs.run.judge.feature_figures import Figures, figures_of, moves_of
 from precompute.store.feature_view import Feature, FeatureView
 
@@ -347,3 +350,18 @@ def test_figures_are_the_same_on_every_cpu() -> None:
     assert found[0] == found[1]
     assert len(found[0]) > 40
     assert not np.isnan(list(found[0].values())).any()
+
+
+_BLAS = {"dot", "vdot", "inner", "matmul", "einsum", "tensordot"}
+
+
+@pytest.mark.parametrize("module", [feature_figures, judgement, nights])
+def test_nothing_is_summed_by_blas(module: ModuleType) -> None:
+    """A dot product of many values has another last digit on another CPU."""
+    nodes = list(ast.walk(ast.parse(inspect.getsource(module))))
+    assert not [
+        node.lineno
+        for node in nodes
+        if isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(node.op, ast.MatMult)
+    ]
+    assert _BLAS.isdisjoint(node.attr for node in nodes if isinstance(node, ast.Attribute))

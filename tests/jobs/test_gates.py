@@ -21,6 +21,7 @@ import pytest
 
 from precompute.engine.runner import compute
 from precompute.jobs.config.gates import GATES, GatesConfig
+from precompute.jobs.ops.gate_history import gate_history
 from precompute.jobs.run import materialize
 from precompute.jobs.run.command_process import operator
 from precompute.jobs.run.judge.gates import Judge
@@ -31,7 +32,7 @@ from precompute.jobs.run.rows import chunks, samples
 from precompute.jobs.run.rows.open_view import open_view
 from precompute.store.disk.record import replace
 from precompute.store.errors import GateError, SnapshotError, UnreadableError
-from precompute.store.offline.snapshot import Snapshot, Verdict
+from precompute.store.offline.snapshot import ANNOUNCED, Snapshot, Verdict
 from tests.fixtures import MakeProject
 from tests.scene import UNJUDGED, Scene
 
@@ -141,7 +142,7 @@ BAD: dict[str, tuple[Mapping[int, float | None], dict[str, Any], Any, str]] = {
         GOOD | {7: 900.0},
         {},
         {"double": {"range": [0, 100]}},
-        r"double: 1800 is not within range \[0, 100\]",
+        r"^double: 1800 is not within range \[0, 100\]; keys 7: 1800$",
     ),
 }
 
@@ -172,7 +173,6 @@ def test_a_gate_refuses_with_its_sentence_and_the_old_version_stays(
     error = capsys.readouterr().err
     assert f"{gate}: " in error
     assert re.search(BAD[gate][3], project.snapshot().failed[0].message)
-    assert f"precompute publish numbers --snapshot 2 --accept {gate}" in error
     assert live(project) == (1, 1)
     snapshot = project.snapshot()
     assert (snapshot.number, failed(snapshot), project.refused_by()) == (2, [gate], [gate])
@@ -180,10 +180,17 @@ def test_a_gate_refuses_with_its_sentence_and_the_old_version_stays(
     assert (report.status, report.snapshot) == ("refused", 2)
     assert [g.gate for g in report.gates if not g.passed] == [gate]
     assert (report.error or "?") in error
+    assert f"precompute publish numbers --snapshot 2 --accept {gate}. " in error
+    # what an announcement is for, and what computes all rows where nothing changed
+    told = f"If for some days alone: precompute run numbers --expect {gate}. "
+    assert (told in error) == (gate in ANNOUNCED)
+    assert "--full" not in error
     # and once more: nothing changed, so nothing is computed, and it is refused again
     assert project.cli("run", "numbers", "--json") == 3
     again = json.loads(capsys.readouterr().out)
     assert (again["status"], again["snapshot"], again["counts"]["written"]) == ("refused", 2, 0)
+    said = "and run again, by --full where neither input nor fingerprint shows what was mended"
+    assert said in again["error"]
     assert project.numbers() == [1, 2]
 
 
@@ -989,6 +996,13 @@ def test_partitions_are_nights_in_data_time(
         assert [re.findall(r"\(on ([\d-]+)", one) for one in shape] == (
             [] if before is None else [[day(before)]]
         )
+        # and is shown with the limits that judged it then
+        found = {
+            f"{one.feature}: {one.words} {one.value:.4g}, passes": one.passes()
+            for one in gate_history(project.store, snapshot).figures
+        }
+        for message in shape:
+            assert found[message[: message.index(" from ")]] in message
     # and as they would be judged now: all days before, the oldest first
     for n, number in numbers.items():
         known = neighbours_of(project.store, project.snapshot(number))

@@ -86,6 +86,12 @@ def test_each_figure_is_shown_with_the_limits_that_judged_it(
     assert all("  double  " in line for line in lines)
     assert lines[0].startswith("REFUSED  double")
     assert lines[0][-2:] == " █"
+    # the log says once between what it passes
+    assert project.cli("log", project.report().run) == 0
+    logged = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  gate ")]
+    shape = next(verdict for verdict in judged.gates if verdict.gate == "shape")
+    assert f"  gate shape: REFUSED: {shape.message}" in logged
+    assert "  gate rejected: passed, 0 of 0.5: 0 of 60 rows rejected" in logged
     # where the terminal has no such letters
     dots = describe_gates(gate_history(project.store, judged), blocks=False)
     assert "█" not in dots
@@ -102,7 +108,7 @@ def test_status_page_and_report_show_the_nights(prepared: Prepared, capsys: Capt
     project.cli("status")
     head, line = (row.split() for row in capsys.readouterr().out.splitlines()[:2])
     assert ("gates" in head, "nights" in line) == (True, True)
-    # of the refused one the report draws all, of the live one the page each feature's nearest
+    # of the refused one the report draws all, the page each feature's worst
     assert project.cli("report") == 0
     text = (project.root / "numbers" / REPORT).read_text(encoding="utf-8")
     figures = gate_history(project.store, project.snapshot(4)).figures
@@ -112,7 +118,13 @@ def test_status_page_and_report_show_the_nights(prepared: Prepared, capsys: Capt
     assert "judged by the 3 nights before it" in text
     of_page = _with_nights(ViewFigures({"view": "numbers", "snapshot": 3}), project.store)
     assert of_page.nights == 3
-    assert [line.feature for line in of_page.night_lines] == ["double", "vector"]
+    assert of_page.judged.startswith("snapshot 4 of numbers (2026-11-05), judged by the 3 nights")
+    assert of_page.judged.endswith("; it is not live")
+    worst = [(line.feature, line.state) for line in of_page.night_lines]
+    assert worst == [("double", "refused"), ("vector", "refused")]
+    # what nobody compared yet has no limits, and says so
+    waits = gate_history(project.store, project.snapshot(4))._replace(waits=True)
+    assert "is not compared yet with the partitions before it" in waits.said()
     # a value that is far off stands at the edge, and the nights keep a third of the height
     lines = [night_line(figures[0]._replace(value=value)) for value in (1e3, 1e9)]
     assert lines[0][5:8] == lines[1][5:8]

@@ -397,6 +397,10 @@ def test_a_share_that_never_was_0_or_1() -> None:
     assert "share of zeros 0, which it was in none of 7 nights" in judged(0.0, *[0.1] * 7).message
     assert judged(0.001, *[0.1] * 7).passed
     assert judged(0.0, *[0.1] * 7, 0.0).passed
+    # the end that it may not reach
+    assert [judged(value, *[0.9] * 7).limit for value in (1.0, 0.95, 0.1, 0.0)] == [1, 1, 0, 0]
+    # of amounts in cents no value is there twice: ``shape`` judges how many are
+    assert "never" not in gates_of(given(NUMBER, {"distinct": 1.0}, [{"distinct": 0.9}] * 7))
     # of 400 rows, of which eight are expected, there may be none by chance
     assert judged(0.0, *[0.02] * 7).passed
     assert "never" not in gates_of(given(NUMBER, {"zero": 0.0}, [{"zero": 0.1}] * 6))
@@ -420,23 +424,54 @@ def test_a_feature_has_gates_of_its_own() -> None:
 
 BOUNDS: dict[str, tuple[dict[str, Any], Feature, list[Any], bool, str]] = {
     "in range": ({"range": [0, 5]}, OF_KIND[NUMBER], [0.0, 5.0], True, ""),
-    "above": ({"range": [0, 5]}, OF_KIND[NUMBER], [0.0, 5.1], False, "5.1 is not within range"),
-    "below": ({"range": [0, 5]}, OF_KIND[NUMBER], [-1.0, 5.1], False, "[0, 5], nor is one other"),
+    "above": (
+        {"range": [0, 5]},
+        OF_KIND[NUMBER],
+        [0.0, 5.1, None],
+        False,
+        "f: 5.1 is not within range [0, 5]; keys 1: 5.1",
+    ),
+    "below": (
+        {"range": [0, 5]},
+        OF_KIND[NUMBER],
+        [5.0, -1.0, 9.5],
+        False,
+        "[0, 5], nor is one other; keys 2: 9.5; 1: -1",
+    ),
+    "eleven": (
+        {"range": [0, 5]},
+        OF_KIND[NUMBER],
+        [0.0, *map(float, range(6, 17))],
+        False,
+        f"; keys {'; '.join(f'{i}: {i + 5}' for i in range(11, 1, -1))}",
+    ),
     "a value": ({"values": ["a", "b"]}, OF_KIND[TEXT], ["a", "a"], True, ""),
     "others": (
         {"values": ["a"]},
         OF_KIND[TEXT],
         ["z", "y", "a"],
         False,
-        "'y', 'z' are none of its",
+        "'y', 'z' are none of its values; keys 0: 'z'; 1: 'y'",
     ),
-    "true": ({"values": [True]}, OF_KIND[FLAG], [True, False], False, "'False' is none of its"),
+    "true": (
+        {"values": [True]},
+        OF_KIND[FLAG],
+        [True, False, None],
+        False,
+        "'False' is none of its values; keys 1: False",
+    ),
     "many": ({"distinct": [2, 3]}, OF_KIND[TEXT], ["a", "b", "c"], True, ""),
     "few": ({"distinct": [2, 3]}, OF_KIND[TEXT], ["a"], False, "1 different values, not 2 to 3"),
     "unique": ({"unique": True}, OF_KIND[NUMBER], [1.0, 2.0, None], True, ""),
     "twice": ({"unique": True}, OF_KIND[NUMBER], [1.0, 1.0], False, "1 of 2 values are there more"),
     "nulls": ({"null_share": 0.5}, OF_KIND[NUMBER], [None, 1.0], True, ""),
-    "many nulls": ({"null_share": 0.4}, OF_KIND[NUMBER], [None, 1.0], False, "share of nulls 0.5"),
+    "many nulls": (
+        {"null_share": 0.4},
+        OF_KIND[NUMBER],
+        [None, 1.0],
+        False,
+        "share of nulls 0.5, more than null_share 0.4; keys 0: null",
+    ),
     "all null": ({"range": [0, 1], "unique": True}, OF_KIND[NUMBER], [None], True, ""),
     "no number": ({"range": [0, 1]}, OF_KIND[NUMBER], [math.nan, math.nan], True, ""),
     "the largest": ({"range": [0, 1]}, Feature("f", "int64"), [2**63 - 1], False, "9.22337e+18 is"),
@@ -458,7 +493,8 @@ def test_a_features_own_bounds(case: str) -> None:
     )
     assert all(one.gate == "bounds" for one in found)
     assert all(one.passed for one in found) == passes
-    assert said in "".join(one.message for one in found)
+    message = "".join(one.message for one in found)
+    assert message.endswith(said) if "keys" in said else said in message
 
 
 # ---- what is announced, or of another recipe

@@ -78,6 +78,7 @@ FULL = Snapshot(
     partition="2025-01-01T00:00Z/2025-01-02T00:00Z",
     renewed_at=2**53 + 1,
     quality={"vector.zero": 0.0},
+    limits={"vector.zero": (None, 0.25)},
     nights=Part("data/r/nights.json", 9, 100, "1" * 64),
     anchors=(
         Part("data/q/anchor.parquet", 512, 100, "2" * 64),
@@ -132,7 +133,7 @@ def test_the_bytes_of_a_manifest_are_pinned() -> None:
     assert FORMAT == 3
     assert (
         hashlib.sha256(FULL.to_bytes()).hexdigest()
-        == "4be6de92821868bd0d9ecdd4d43cbdea4935fa6dd268b94ccb45ca79817dc55b"
+        == "567021df6b6566721b0b416a001204cc81d8757f76d0b3358a159f8175c3ba2e"
     )
 
 

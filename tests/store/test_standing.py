@@ -144,6 +144,36 @@ def test_what_publishing_refuses_is_void_and_what_repeats_what_was_left(store: V
         assert on_purpose == (number != DAMAGED)
 
 
+def test_a_refusal_says_what_to_type(store: ViewStore) -> None:
+    """Of what compares and what stands by itself; of a partition; of a frame."""
+    null = Verdict("null", False, 0.9, 0.1, "none left")
+    for more, said in (
+        (
+            {},
+            "rows: half of the rows (limit 0.2). If that is right from now on: precompute publish"
+            " numbers --snapshot 11 --accept rows. If for some days alone: precompute run numbers"
+            " --expect rows. If it is wrong: mend the source or the model, and run again",
+        ),
+        (
+            {"gates": (REFUSAL, null)},
+            "none left (limit 0.1). If that is right from now on: precompute publish numbers"
+            " --snapshot 12 --accept rows --accept null. If it is wrong: mend",
+        ),
+        ({"partition": DAYS[0]}, "run numbers --partition 2026-01-01T00:00Z --expect rows. If"),
+        (
+            {"frame": "data/run/frame.parquet"},
+            "precompute.open(…).run('numbers', frame=df, expect=['rows']). If",
+        ),
+    ):
+        snapshot = commit(store, LAST + 1, **{"gates": (REFUSAL,)} | more)
+        for unchanged in (True, False):
+            with pytest.raises(GateError) as refused:
+                Standing(store).check_publishable(snapshot, unchanged=unchanged)
+            assert said in str(refused.value)
+            full = "full=True" if more.get("frame") else "--full"
+            assert (f"run again, by {full} where" in str(refused.value)) is unchanged
+
+
 def test_the_newest_by_what_it_is_wanted_for(store: ViewStore) -> None:
     """To build on, to measure by, to publish, to go back to."""
     answers = []

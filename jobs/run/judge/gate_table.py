@@ -126,6 +126,11 @@ LABELS = 0.5
 """Share of different values up to which texts are labels: other texts may be others every night,
 and are not judged by ``changed`` and ``unseen`` before the view has nights of its own."""
 
+NOT_NEVER = ("distinct", "repeated", "doubled", "dead")
+"""Shares of which ``never`` says nothing: how often values repeat is judged by ``shape`` and
+``constant`` (1 of ``distinct`` is what other numbers of more digits have), and ``dead`` is of
+dimensions, not of rows."""
+
 
 class Bound(NamedTuple):
     """A figure that is judged alone: no more than ``most``; ``is_drawn``: and what chance does to a

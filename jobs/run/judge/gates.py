@@ -202,6 +202,8 @@ class Judge:
             quality=verdicts.quality,
             gates=(*before, *verdicts.all),
             substitute=verdicts.substitute,
+            # of a partition that is compared later there is a second manifest, and no second file
+            limits={} if snapshot.partition is None else verdicts.limits,
             nights=written,
             anchors=anchors,
             announced=verdicts.announced.why,
@@ -232,6 +234,7 @@ class Judge:
             snapshot,
             quality={**snapshot.quality, **verdicts.quality},
             gates=(*alone, *verdicts.all),
+            limits=verdicts.limits,
             announced=told.why,
         )
 
@@ -500,15 +503,22 @@ def commit_again(
 
 
 def compare_again(
-    config: ViewConfig, store: ViewStore, snapshot: Snapshot, accepts: Collection[str], lease: Lease
+    config: ViewConfig,
+    store: ViewStore,
+    snapshot: Snapshot,
+    accepts: Collection[str],
+    lease: Lease,
+    expect: Collection[str] = (),
 ) -> Snapshot:
     """Judge a committed partition of a backfill by the gates that compare, now that those before it
-    are there; returns the snapshot that counts. As :func:`commit_again`.
+    are there, with the gates for which the backfill announces a change; returns the snapshot that
+    counts. As :func:`commit_again`.
 
     Raises:
         SnapshotError, FencedError: files cannot be read or written, or the lease was lost.
     """
-    now = Judge(config, None, store, in_backfill=True, in_order=True).compared(snapshot)
+    judge = Judge(config, None, store, in_backfill=True, in_order=True, expect=expect)
+    now = judge.compared(snapshot)
     now = replace(now, created_at=utc_now())
     return commit_again(store, snapshot, now, accepts, "backfill", lease)
 

@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 from precompute.jobs.config.announcement import COMPARING
 from precompute.jobs.config.gates import FeatureGates, GatesConfig
 from precompute.jobs.run.judge.feature_figures import (
+    F8,
     QUANTILES,
     Figures,
     figures_of,
@@ -39,6 +40,7 @@ from precompute.jobs.run.judge.gate_table import (
     LABELS,
     LEVEL,
     LOG,
+    NOT_NEVER,
     SHARE,
     UP,
     Bound,
@@ -167,6 +169,9 @@ class _Found(NamedTuple):
     message: str
     between: Limits = (None, None)
     """Where the figure would have passed, of one that is compared with nights or judged alone."""
+    beyond: F8 | None = None
+    """How far each row is beyond a bound of the feature's own, float64 [rows], 0 of one within;
+    None of another gate, and where no single row is."""
 
 
 class Judged(NamedTuple):
@@ -357,7 +362,8 @@ def _bound_by_key(check: Check, factor: float, rows: int, number: int) -> _Limit
 def _never(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
     """A share that was neither 0 nor 1 for a week, and is."""
     for feature, check, factor in _checks(evidence.view, gates, CHECKS, "never"):
-        if check.scale != SHARE or check.figure.startswith("moved"):
+        is_of_rows = check.scale == SHARE and not check.figure.startswith("moved")
+        if not is_of_rows or check.figure in NOT_NEVER:
             continue
         name = f"{feature.name}.{check.figure}"
         value = evidence.figures.get(name)
@@ -370,7 +376,9 @@ def _never(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
         ratio = 2.0 if is_new and expected > factor * _CHANCE_NEVER else 0.0
         message = f"{feature.name}: {check.words} {value:.4g}"
         message += f", which it was in none of {len(values)} nights" if ratio else ", as may be"
-        yield _Found("never", feature.name, check.figure, value, center, ratio, message)
+        # the end that it may not reach
+        limit = float(value > 0.5)
+        yield _Found("never", feature.name, check.figure, value, limit, ratio, message)
 
 
 def _computed(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
@@ -496,8 +504,31 @@ def _bounds(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
         column = evidence.rows.column(feature.name)
         for figure, value, limit, is_passed, words in own_bounds(own, column):
             ratio = 0.0 if is_passed else 2.0
-            message = f"{feature.name}: {words}"
-            yield _Found("bounds", feature.name, figure, value, limit, ratio, message)
+            message, beyond = f"{feature.name}: {words}", None
+            if not is_passed:
+                beyond = _beyond(own, column, figure)
+            yield _Found(
+                "bounds", feature.name, figure, value, limit, ratio, message, beyond=beyond
+            )
+
+
+def _beyond(own: FeatureGates, column: pa.ChunkedArray, figure: str) -> F8 | None:
+    """How far each row is beyond a bound, float64 [rows]; None of one that is of all of them."""
+    if figure == "null_share":
+        return np.asarray(column.is_null()).astype(np.float64)
+    if figure == "range" and own.range is not None:
+        low, high = own.range
+        numbers = np.asarray(column.cast(pa.float64()).combine_chunks()).astype(np.float64)
+        # what is null or no number is within
+        with np.errstate(invalid="ignore"):
+            off = np.maximum(low - numbers, numbers - high)
+        return np.where(np.isnan(off), 0.0, np.maximum(off, 0.0))
+    if figure == "values" and own.values is not None:
+        known = {str(value) for value in own.values}
+        return np.array(
+            [one is not None and str(one) not in known for one in column.to_pylist()], float
+        )
+    return None
 
 
 def own_bounds(
@@ -525,7 +556,8 @@ def own_bounds(
         least, most = float(numbers.min()), float(numbers.max())
         worst = least if least < low else most
         words = f"{worst:g} is not within range [{low:g}, {high:g}]"
-        yield "range", worst, high, not len(off), words + _nor_others(len(off) - 1)
+        limit = low if least < low else high
+        yield "range", worst, limit, not len(off), words + _nor_others(len(off) - 1)
     if own.values is not None:
         known = {str(value) for value in own.values}
         others = [one for one in map(str, pc.unique(values).to_pylist()) if one not in known]
@@ -541,7 +573,7 @@ def own_bounds(
         yield (
             "distinct",
             distinct,
-            high,
+            low if distinct < low else high,
             low <= distinct <= high,
             (f"{distinct:,} different values, not {low:g} to {high:g}"),
         )
@@ -734,7 +766,9 @@ def _verdicts(evidence: Evidence, found: Sequence[_Found], by: str | None = None
                 rows = evidence.computed
             beside = None if evidence.pairs is None else (evidence.pairs.now, evidence.pairs.then)
             entity = evidence.view.entity
-            at_fault = rows_at_fault(rows, beside, feature, worst_one.figure, entity, by)
+            at_fault = rows_at_fault(
+                rows, beside, feature, worst_one.figure, entity, by, worst_one.beyond
+            )
             message += "" if at_fault in said else at_fault
             said.add(at_fault)
         first = shown[0]

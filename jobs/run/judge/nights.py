@@ -40,6 +40,8 @@ SURE_NIGHTS = 14
 """Nights up to which fixed bounds stay on beside the view's own limits."""
 _K_NIGHTS = (7, 14, 21, 28)
 _K = (17.2, 7.2, 6.1, 5.5)
+_WEEKS = 3
+"""Nights of a weekday from which on it is compared with its own: of two each is near the median."""
 _FEWEST_INDEPENDENT = 10
 """Independent nights that n nights are at least, however alike each is the one before."""
 
@@ -108,7 +110,7 @@ def usual(
     off, lost = x - center, 1
     weekdays = [weekday(one.day) for one in values]
     today = weekday(day)
-    if n >= SURE_NIGHTS and today is not None and weekdays.count(today) >= 2:
+    if today is not None and weekdays.count(today) >= _WEEKS:
         own = {w: np.median(x[[v == w for v in weekdays]]) for w in set(weekdays)}
         of_weekday = x - np.array([own[w] for w in weekdays])
         # each weekday's median takes one of what the residuals have to tell

@@ -47,6 +47,7 @@ def rows_at_fault(
     figure: str,
     entity: Sequence[str],
     by: str | None = None,
+    beyond: Numbers | None = None,
 ) -> str:
     """Which rows made a figure what it is; empty where that cannot be told.
 
@@ -57,7 +58,18 @@ def rows_at_fault(
         figure: its name without the feature's.
         entity: columns of the key.
         by: the column whose values are segments; what has none of that name has no segments.
+        beyond: how far each of ``rows`` is beyond a bound of the feature's own, float64 [rows], 0
+            where it is within: these are named, whatever they were before.
     """
+    if beyond is not None:
+        at = np.argsort(-beyond, kind="stable")[:SHOWN_KEYS]
+        values = rows.column(feature.name)
+        named = "; ".join(
+            f"{_key(rows, entity, row)}: {_short(values[row].as_py())}"
+            for row in at[beyond[at] > 0].tolist()
+        )
+        segment = worst_segment(rows, beyond > 0, by)
+        return "".join(f"; {one}" for one in (segment, named and f"keys {named}") if one)
     beside = None if pairs is None or feature.name not in pairs[1].column_names else pairs
     moves = None if beside is None else row_moves(beside, feature)
     flags = _alone(rows.column(feature.name), feature, figure)

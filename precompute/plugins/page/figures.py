@@ -47,7 +47,10 @@ class ViewFigures:
     nights: int | None = None
     """How many nights its gates have learned from; None where that is not known."""
     night_lines: Sequence[NightLine] = ()
-    """Of each feature of what is live the figure that is nearest to its limit."""
+    """Of each feature of the newest snapshot the figure that was refused, or is nearest to its
+    limit."""
+    judged: str = ""
+    """Which snapshot that is, and by how many nights it was judged, in words."""
 
 
 @dataclass(frozen=True)
@@ -132,12 +135,17 @@ def _with_nights(view: ViewFigures, store: ViewStore) -> ViewFigures:
     if number not in store.numbers():
         return view
     try:
-        nights = nights_learned(store, store.snapshot(number))
-        found = gate_history(store, judged_snapshot(store, number))
+        live = store.snapshot(number)
+        nights = nights_learned(store, live)
+        # the newest one: what was refused is looked for here, and is not live
+        found = gate_history(store, judged_snapshot(store))
     except PrecomputeError as exc:
         log.warning("%s: its nights are not shown", exc)
         return view
-    return replace(view, nights=nights, night_lines=nearest_lines(found.figures))
+    judged = found.said()
+    if found.snapshot not in (number, *live.members.values()):
+        judged += "; it is not live"
+    return replace(view, nights=nights, night_lines=nearest_lines(found.figures), judged=judged)
 
 
 def report_path(root: Path | None, view: str) -> Path | None:

@@ -211,7 +211,7 @@ def test_what_a_broken_service_answered_is_sent_again_once_it_is_mended(
         # neither computes again what is cached
         scene.reread().cli("run", "vectors", "--full")
         assert stand_in.seen.total() == 60
-        told = "A model that keeps the answers of a service is asked again by --full and --retry-re"
+        told = "and run again. A service is asked again by --full --retry-rejected for what was"
         assert (told in capfd.readouterr().err) == gated
         if vector is ZEROS:
             assert scene.cli("explain", "vectors", "0") == 0
