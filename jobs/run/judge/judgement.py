@@ -518,11 +518,11 @@ def _beyond(own: FeatureGates, column: pa.ChunkedArray, figure: str) -> F8 | Non
         return np.asarray(column.is_null()).astype(np.float64)
     if figure == "range" and own.range is not None:
         low, high = own.range
-        numbers = np.asarray(column.cast(pa.float64()).combine_chunks()).astype(np.float64)
         # what is null or no number is within
-        with np.errstate(invalid="ignore"):
-            off = np.maximum(low - numbers, numbers - high)
-        return np.where(np.isnan(off), 0.0, np.maximum(off, 0.0))
+        off = np.zeros(len(column))
+        numbers = numbers_of(column.drop_null())
+        off[np.asarray(column.is_valid())] = np.maximum(low - numbers, numbers - high)
+        return np.nan_to_num(np.maximum(off, 0.0), nan=0.0)
     if figure == "values" and own.values is not None:
         known = {str(value) for value in own.values}
         return np.array(
