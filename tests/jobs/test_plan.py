@@ -30,7 +30,8 @@ from tests.scene import Scene
 
 HERE = "tests.jobs.test_plan"
 ROWS = [(i, float(i)) for i in range(1, 9)]
-GATES_OFF = {"gates": {"rows": None}}
+GATES_OFF = {"gates": {"rows": None, "first": None}}
+"""Keys come and go as they like, and the vectors of a Doubler have nearly one direction."""
 Captured = pytest.CaptureFixture[str]
 
 computed: list[float] = []
