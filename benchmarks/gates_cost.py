@@ -21,6 +21,7 @@ from benchmarks.common import cpu_s, numbers, report, run, stages, write_project
 from precompute.jobs.config.project import Project
 from precompute.jobs.run.judge.audit import Sample
 from precompute.jobs.run.judge.gates import Judge
+from precompute.jobs.run.judge.golden import Golden
 from precompute.jobs.run.rows import chunks
 from precompute.model import digest
 
@@ -63,7 +64,7 @@ def write_items(folder: Path, rows: int, day: int) -> None:
 
 @contextlib.contextmanager
 def without_any() -> Iterator[None]:
-    """No row is counted, drawn or judged."""
+    """No row is counted, drawn, judged, or looked for to be computed again."""
     with (
         mock.patch.object(
             chunks,
@@ -71,6 +72,7 @@ def without_any() -> Iterator[None]:
             lambda store, run, name, table, *_: store.write_part(run, name, table),
         ),
         mock.patch.object(Sample, "draw", return_value=None),
+        mock.patch.object(Golden, "_draw", return_value=None),
         mock.patch.object(Judge, "judge", lambda _judge, snapshot, *_: snapshot),
     ):
         yield
