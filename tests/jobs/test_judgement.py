@@ -367,7 +367,10 @@ def test_what_changed_may_be_as_all_live_rows_or_as_those_of_its_keys() -> None:
     assert "median 1.02e+04, passes from 5 to 96 (of the live rows 50.5)" in found.message
 
 
-@pytest.mark.parametrize("figure", [check.figure for check in ANCHOR])
+MOVED_SINCE = [check.figure for check in ANCHOR if check.figure.startswith("moved")]
+
+
+@pytest.mark.parametrize("figure", MOVED_SINCE)
 @pytest.mark.parametrize(("usually", "least"), [(0.02, ANCHOR_LEAST), (0.2, 0.2 * math.sqrt(5))])
 def test_what_moved_in_a_week(
     of_tables: dict[int, dict[str, float]], figure: str, usually: float, least: float
@@ -375,7 +378,10 @@ def test_what_moved_in_a_week(
     """More than a least share, and more than √nights times what usually moves in a night."""
     check = next(check for check in ANCHOR if check.figure == figure)
     is_less_worse = check.side == DOWN
-    limit = least + 3.5 * math.sqrt(least * (1 - least) / ROWS)
+    # chance makes next to nothing of a median
+    limit = least
+    if figure != "moved.turned":
+        limit += 3.5 * math.sqrt(least * (1 - least) / ROWS)
     for kind in check.kinds:
         feature = OF_KIND[kind]
         nights = [{figure: 1 - usually if is_less_worse else usually}] * 8
@@ -386,6 +392,31 @@ def test_what_moved_in_a_week(
             assert found.passed == passes
             assert f"f: {check.words} " in found.message
             assert "since snapshot 3" in found.message
+
+
+@pytest.mark.parametrize(
+    ("figure", "nights", "passes", "fails"),
+    [
+        # √5 times a usual night's step, of which a week's least is more, and more than that
+        ("spread", [1.0] * 8, math.exp(0.39), math.exp(0.41)),
+        ("spread", [1.0, 1.5] * 4, 1.5 * 1.5 ** (-0.99 * math.sqrt(5)), 1.5 * 1.5**-2.3),
+    ],
+)
+def test_what_rows_alone_were_in_the_anchors_night(
+    of_tables: dict[int, dict[str, float]],
+    figure: str,
+    nights: list[float],
+    passes: float,
+    fails: float,
+) -> None:
+    of_tables[ROWS + 2] = {}
+    feature = OF_KIND[NUMBER]
+    anchor = Pairs(rows(feature, ROWS + 2), rows(feature, ROWS + 2), 1.0, ROWS, 3)
+    for value, has_passed in ((passes, True), (fails, False)):
+        before = [{figure: one} for one in nights]
+        found = verdict("anchor", given(NUMBER, {figure: value}, before, anchor=anchor))
+        assert found.passed == has_passed
+        assert f"(in snapshot 3 {nights[3]:.4g})" in found.message
 
 
 def test_a_share_that_never_was_0_or_1() -> None:

@@ -207,8 +207,10 @@ COMPUTED = (
 
 ANCHOR = (
     Check("anchor", _SCALES, "moved.one", SHARE, UP, None, None, "share moved by a spread"),
+    Check("anchor", _SCALES, "spread", LOG, BOTH, None, 0.4, "spread"),
     Check("anchor", _SCALES, "moved.rank", SHARE, DOWN, None, None, "rank correlation"),
     Check("anchor", (TEXT, FLAG), "moved.changed", SHARE, UP, None, None, "share of other values"),
+    Check("anchor", (TEXT,), "common", SHARE, UP, None, 0.1, "share of one value"),
     Check("anchor", (LIST,), "moved.overlap", SHARE, DOWN, None, None, "overlap by rank"),
     Check(
         "anchor",

@@ -476,9 +476,16 @@ def _anchored(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
     # of a feature of which somebody accepted since what a gate refused, they are other rows
     since = [one.accepted for one in evidence.nights if one.number > anchor.number]
     accepted = {figure.partition(".")[0] for figures in since for figure in figures}
+    then = next((one for one in evidence.nights if one.number == anchor.number), None)
     for feature, check, factor in _checks(evidence.view, gates, ANCHOR):
         name, is_less_worse = f"{feature.name}.{check.figure}", check.side == DOWN
-        if name not in moved or feature.name in accepted:
+        if feature.name in accepted:
+            continue
+        if not check.figure.startswith("moved"):
+            if then is not None and name in then.figures and name in evidence.figures:
+                yield _since(evidence, feature, check, then, factor)
+            continue
+        if name not in moved:
             continue
         distinct = evidence.figures.get(f"{feature.name}.distinct", 0)
         if check.figure == "moved.changed" and distinct > LABELS:
@@ -488,11 +495,29 @@ def _anchored(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
         # how far from what it is where nothing moved
         off, usual_off = (1 - x if is_less_worse else x for x in (moved[name], usually))
         limit = factor * max(ANCHOR_LEAST, math.sqrt(nights) * usual_off)
-        limit += _CHANCE * math.sqrt(limit * (1 - min(1.0, limit)) / anchor.common)
+        if check.figure != "moved.turned":
+            limit += _CHANCE * math.sqrt(limit * (1 - min(1.0, limit)) / anchor.common)
         between = (1 - limit, None) if is_less_worse else (None, limit)
         beside = f"since snapshot {anchor.number}, in a usual night {usually:.4g}"
         ratio, words = off / limit, check.words
         yield _found("anchor", feature, check.figure, moved[name], ratio, between, words, beside)
+
+
+def _since(
+    evidence: Evidence, feature: Feature, check: Check, then: Night, factor: float
+) -> _Found:
+    """A figure of the rows alone beside what it was in the anchor's night: it may be √nights times
+    as far off as a usual night's step."""
+    name = f"{feature.name}.{check.figure}"
+    scaled = [_scaled(one.value, check.scale) for one in counted(evidence.nights, name)]
+    step = float(np.median(np.abs(np.diff(scaled)))) if len(scaled) > 1 else 0.0
+    nights = sum(one.number >= then.number for one in evidence.nights)
+    center, value = then.figures[name], evidence.figures[name]
+    reach = factor * max(float(check.floor or 0.0), math.sqrt(nights) * step)
+    reach += _chance(check, center, evidence.rows.num_rows, _CHANCE)
+    limit = _Limit(center, reach, reach, 1.0, f"in snapshot {then.number} {center:.4g}")
+    ratio, between = _ratio(value, limit, check), _between(check, [limit])
+    return _found("anchor", feature, check.figure, value, ratio, between, check.words, limit.words)
 
 
 def _bounds(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
