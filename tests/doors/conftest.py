@@ -129,14 +129,9 @@ sys.exit(main(["-c", sys.argv[1], "serve"]))
 def weeks(first: Path, house: Path, folder: Path) -> None:
     """A week, and a service, of the project in ``folder``, with ``first`` before all else on the
     path; ``house`` is where ``precompute`` is found."""
-    week(first, house, folder)
+    _ended_well(WEEK, first, house, folder)
     _ended_well(SERVES, first, house, folder)
     assert b'"double":2.0' in (folder / "answer").read_bytes()
-
-
-def week(first: Path, house: Path, folder: Path) -> None:
-    """A week alone, without a service."""
-    _ended_well(WEEK, first, house, folder)
 
 
 def _ended_well(code: str, first: Path, house: Path, folder: Path) -> None:

