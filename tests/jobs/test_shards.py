@@ -93,9 +93,15 @@ def rows_of(scene: Scene) -> list[dict[str, Any]]:
     ]
 
 
-def sharded(make_project: MakeProject, rows: Any = ROWS, shards: int = 4, **view: Any) -> Scene:
+def sharded(
+    make_project: MakeProject,
+    rows: Any = ROWS,
+    shards: int = 4,
+    project: dict[str, Any] = ELSEWHERE,
+    **view: Any,
+) -> Scene:
     """A project whose workers others start."""
-    return make_project(rows, view={"shards": shards} | view, project=ELSEWHERE)
+    return make_project(rows, view={"shards": shards} | view, project=project)
 
 
 TYPES = pa.table(
@@ -236,9 +242,10 @@ SMALL = (
 )
 
 
-def worker_process(scene: Scene, *options: str) -> subprocess.Popen[str]:
-    """A worker whose windows have five rows and are a chunk each."""
-    command = [sys.executable, "-c", SMALL, "-c", str(scene.folder), "work", "numbers"]
+def worker_process(scene: Scene, *options: str, before: str = "") -> subprocess.Popen[str]:
+    """A worker whose windows have five rows and are a chunk each; ``before`` is run first."""
+    code = SMALL.replace("from precompute.jobs.cli", f"{before} from precompute.jobs.cli")
+    command = [sys.executable, "-c", code, "-c", str(scene.folder), "work", "numbers"]
     return subprocess.Popen(
         [*command, "--wait", "20s", *options],
         cwd=REPOSITORY,

@@ -14,7 +14,6 @@ import math
 import os
 import resource
 import secrets
-import signal
 import threading
 import time
 import zlib
@@ -27,7 +26,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from precompute.jobs.config.project import EngineConfig, Project
-from precompute.jobs.run.command_process import Progress
+from precompute.jobs.run.command_process import Progress, on_signals
 from precompute.jobs.run.judge.audit import Sample
 from precompute.jobs.run.rows.chunks import Chunks
 from precompute.jobs.run.rows.golden_rows import GoldenRows
@@ -63,6 +62,7 @@ from precompute.store.offline.segment import Part
 from precompute.store.offline.stored_file import parsing
 from precompute.store.offline.view_store import ViewStore
 from precompute.techniques.table import REFERENCE
+from precompute.workers.worker import LOAD_S, not_loaded
 
 log = logging.getLogger(__name__)
 
@@ -198,10 +198,7 @@ class _Ending(threading.Event):
 def _finish_on_signal() -> Iterator[_Ending]:
     """Set by SIGTERM and SIGINT, so that a chunk can be finished; the process ends after
     :data:`STOP_S` all the same."""
-    ending = _Ending()
-    if threading.current_thread() is not threading.main_thread():
-        yield ending
-        return
+    ending, timers = _Ending(), list[threading.Timer]()
 
     def give_up(number: int) -> None:
         log.warning("the batch in flight took longer than %.0f s: it is lost", STOP_S)
@@ -218,13 +215,10 @@ def _finish_on_signal() -> Iterator[_Ending]:
             timers[0].daemon = True
             timers[0].start()
 
-    timers: list[threading.Timer] = []
-    before = {number: signal.signal(number, noted) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield ending
+        with on_signals(noted):
+            yield ending
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
         for timer in timers:
             timer.cancel()
 
@@ -246,7 +240,9 @@ class _Worker:
         self._done = done
         self._failed: list[int] = []
         """Shards that this process failed at, one after the other."""
-        self._opened = _open(project, store, plan)
+        load_s = max(LOAD_S, self._settings.engine.hang)
+        with _Watch(load_s, not_loaded(load_s)):
+            self._opened = _open(project, store, plan)
 
     def work(self) -> None:
         """Compute shards until the run is over."""
@@ -371,7 +367,7 @@ class _Worker:
         done = resumed.keys if resumed.chunks else None
         read = partial(shard_batches, rows, plan.view.entity, done)
         try:
-            with self._watched(progress, engine):
+            with self._watched(engine) as progress.moved:
                 chunks.compute(read, settings, progress)
         except WorkEnded:
             chunks.finish()
@@ -399,33 +395,15 @@ class _Worker:
         )
 
     @contextlib.contextmanager
-    def _watched(self, progress: _ShardProgress, engine: EngineConfig) -> Iterator[None]:
-        """End the process where its model hands nothing on for ``engine.hang``: its lease is
-        renewed all the same, and all others would wait for it for ever. The shard's next attempt
-        has a process for the model, and rejects the row that it hangs at."""
-        over, opened = threading.Event(), self._opened
-        own = not engine.workers and opened.gpu is None
-        if not own or is_in_run_process(opened.model):
-            yield
+    def _watched(self, engine: EngineConfig) -> Iterator[Callable[[], None]]:
+        """A watch on the model where that computes here, and what is called when rows come out. The
+        next attempt has a process for the model, and rejects the row that it hangs at."""
+        own = not engine.workers and self._opened.gpu is None
+        if not own or is_in_run_process(self._opened.model):
+            yield lambda: None
             return
-
-        def watch() -> None:
-            while not over.wait(min(1.0, engine.hang / 4)):
-                if time.monotonic() > progress.moved + engine.hang:
-                    log.error(
-                        "no batch was finished for %.0f s: the model hangs; ending this worker",
-                        engine.hang,
-                    )
-                    release_leases()
-                    os._exit(1)
-
-        thread = threading.Thread(target=watch, name="hang", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
+        with _Watch(engine.hang, f"finished no batch for {engine.hang:.3g} s") as watch:
+            yield watch.moved
 
     def _chunks(self, attempt: str) -> list[Finished]:
         return self._store.journals.chunks(attempt, self._plan.recipe, self._plan.partition)
@@ -480,6 +458,45 @@ class _Worker:
             raise SnapshotError(disk_message(path, exc)) from exc
 
 
+class _Watch:
+    """Ends this process where nothing moves for so long, not counting how long it was stopped
+    itself: its leases are renewed all the same, and all others would wait for it for ever.
+
+    Args:
+        limit_s: how long.
+        why: what the log says then, as the end of a sentence.
+    """
+
+    def __init__(self, limit_s: float, why: str) -> None:
+        self._limit_s, self._why = limit_s, why
+        self._over, self._moved_at = threading.Event(), time.monotonic()
+        self._thread = threading.Thread(target=self._look, name="hang", daemon=True)
+
+    def moved(self) -> None:
+        """Something has moved."""
+        self._moved_at = time.monotonic()
+
+    def __enter__(self) -> _Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        tick_s, looked_at = min(1.0, self._limit_s / 4), time.monotonic()
+        while not self._over.wait(tick_s):
+            now = time.monotonic()
+            # this process, or the machine: the model is not to blame
+            self._moved_at += max(0.0, now - looked_at - tick_s)
+            looked_at = now
+            if now > self._moved_at + self._limit_s:
+                log.error("this worker %s, and ends itself", self._why)
+                release_leases()
+                os._exit(1)
+
+
 @dataclass(slots=True)
 class _Resumed:
     """What earlier attempts at a shard computed."""
@@ -513,14 +530,14 @@ class _ShardProgress(Progress):
         self._folder, self._chunks, self._check = folder, chunks, check
         self._beat = WorkerProgress(known.worker, known.shard, resumed, resumed)
         self._resumed, self._last = resumed, -math.inf
-        self.moved = time.monotonic()
-        """When rows were handed on last."""
+        self.moved: Callable[[], None] = lambda: None
+        """Called when rows come out."""
 
     def begin(self, what: str, total: int) -> None:
         """Show nothing."""
 
     def advance(self, rows: int, retried: int = 0) -> None:
-        self.moved = time.monotonic()
+        self.moved()
         self._beat = replace(
             self._beat,
             computed=self._beat.computed + rows,
