@@ -183,13 +183,14 @@ def test_what_ended_a_worker_comes_first(
     lost: else the run ends since workers end one after the other."""
     scene, tried = sharded(make_project), list[int]()
 
-    def stopped(_: object, known: Any, __: object) -> None:
-        tried.append(known.shard)
+    def stopped(_: object, attempt: Any) -> None:
+        tried.append(attempt.known.shard)
+        attempt.drop()
         raise worker_module.WorkEnded
 
     with running(scene):
         with monkeypatch.context() as patch:
-            patch.setattr(worker_module._Worker, "_compute_attempt", stopped)
+            patch.setattr(worker_module._Worker, "_compute", stopped)
             for _ in range(6):
                 work(scene.reread(), "numbers")
         crew = Workers(scene, 1)
@@ -277,12 +278,13 @@ def test_an_operator_is_warned_that_all_workers_are_gone(
     monkeypatch.setattr(coordinator_module, "NO_WORKER_S", 0.3)
     scene = sharded(make_project)
 
-    def stopped(*_: object) -> None:
+    def stopped(_: object, attempt: Any) -> None:
+        attempt.drop()
         raise worker_module.WorkEnded
 
     with running(scene):
         with monkeypatch.context() as patch:
-            patch.setattr(worker_module._Worker, "_compute_attempt", stopped)
+            patch.setattr(worker_module._Worker, "_compute", stopped)
             work(scene.reread(), "numbers")
         _until(lambda: "no worker is left for" in caplog.text)
         crew = Workers(scene, 1)
