@@ -29,8 +29,10 @@ from precompute.registry import described
 from precompute.store.feature_view import FeatureView, LibraryCheck
 from precompute.techniques.row_errors import differing, largest_error
 from precompute.workers.process import (
+    KILL_S,
     ChildProcess,
     end_all,
+    end_in_words,
     python_module,
     read_frame,
     take_pipes,
@@ -44,7 +46,6 @@ TRIED_ROWS = 2 * ROWS
 LIMIT_S = 300.0
 """How long a library may take to be imported, to load the model and to answer;
 sentence-transformers takes 6 to 10 s for its import alone, on two cores that are free."""
-KILL_S = 5.0
 
 PRECISION = "fp32"
 """What both compute in, whatever the view's precision, which is compared with float32 itself."""
@@ -198,7 +199,7 @@ def ask(own: OwnLibrary, rows: pa.RecordBatch) -> Answer:
 
     def kill() -> None:
         took_too_long.set()
-        end_all([child], 0, KILL_S)
+        end_all([child], 0)
 
     timer = threading.Timer(LIMIT_S, kill)
     timer.daemon = True
@@ -215,10 +216,10 @@ def ask(own: OwnLibrary, rows: pa.RecordBatch) -> Answer:
         child.wait(KILL_S)
     finally:
         timer.cancel()
-        end_all([child], 0, KILL_S)
+        end_all([child], 0)
     if took_too_long.is_set():
         return Answer(error=f"took longer than {LIMIT_S:g} s")
-    return Answer(error=f"ended its process: it {child.how_it_ended()}")
+    return Answer(error=f"ended its process: it {end_in_words(child.status)}")
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,7 @@ from typing import Any, Literal
 
 from precompute.jobs.config.project import Project
 from precompute.jobs.ops.status import WAITING, Waiting, never_began, project_status
+from precompute.jobs.run.command_process import STOP_GRACE_S, on_signals
 from precompute.jobs.schedule.dependencies import Dependencies
 from precompute.store.disk.durable_file import replace_durably
 from precompute.store.disk.lease import take
@@ -20,16 +22,13 @@ from precompute.store.disk.record import plain, sealed
 from precompute.store.errors import ConfigError, PrecomputeError
 from precompute.store.offline.runs import Report
 from precompute.store.times import shown_time, utc_now
-from precompute.workers.process import ChildProcess, end_all, installed_module
+from precompute.workers.process import POLL_S, ChildProcess, end_all, installed_module
 
 log = logging.getLogger(__name__)
 
 DONE, FAILED, BAD_USAGE, REFUSED = 0, 1, 2, 3
 _WORST = (BAD_USAGE, FAILED, REFUSED, DONE)
 """Exit statuses of a run, the worst first."""
-
-STOP_GRACE_S = 10.0
-"""How long a run may take to end after a signal before it is killed."""
 
 FAILED_ENDS = ("failed", "killed", "cancelled", "rejected", "refused")
 
@@ -191,18 +190,20 @@ def _run(project: Project, name: str, options: Sequence[str], output: Output) ->
         name,
         *options,
     ]
-    try:
-        process = ChildProcess(command, output=output)
-    except OSError as exc:
-        return Outcome(
-            name, "failed", FAILED, error=f"its process cannot be started: {exc.strerror or exc}"
-        )
-    try:
-        process.wait()
-    finally:
-        # a signal that ends this process ends it, too, and its report says so
-        if not process.ended():
+    came: list[int] = []
+    with on_signals(lambda number, _: came.append(number)):
+        try:
+            process = ChildProcess(command, output=output)
+        except OSError as exc:
+            error = f"its process cannot be started: {exc.strerror or exc}"
+            return Outcome(name, "failed", FAILED, error=error)
+        while not (came or process.wait(POLL_S)):
+            pass
+        # what ends this process ends it, too, and its report says so; this one waits for that
+        if came:
             end_all([process], STOP_GRACE_S)
+    if came:
+        signal.raise_signal(came[0])
     report = store.runs.last()
     if report is not None and (
         (before is not None and report.run <= before.run) or report.pid != process.pid
@@ -218,13 +219,14 @@ def _outcome(name: str, process: ChildProcess, report: Report | None, seconds: f
     assert status is not None
     code = status if status in _WORST else FAILED
     if report is None:
-        words = process.last_words().removeprefix("precompute: ")
         return Outcome(
             name,
             "current" if code == DONE else "failed",
             code,
             round(seconds, 3),
-            error=None if code == DONE else words or f"its process {process.how_it_ended()}",
+            error=None
+            if code == DONE
+            else process.last_words() or f"its process {process.how_it_ended()}",
         )
     error = report.error
     if report.status == "running":

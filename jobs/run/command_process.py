@@ -43,6 +43,11 @@ LAST_WORDS_S = 5.0
 """How long the callbacks of :func:`last_words` may take: the mount that a command hangs on may have
 its report and leases, too."""
 
+STOP_GRACE_S = GRACE_S + LAST_WORDS_S + 1.5
+"""How long a command of ours, ended by SIGTERM, is waited for before it is killed: it may take all
+of both, on a slow machine. Killing is safe: nothing of a run is visible before its manifest, and
+the next load resumes or drops what was loaded."""
+
 INTERRUPT_EVERY_S = 0.2
 """How often DuckDB is interrupted: after the first query another one may begin."""
 
@@ -99,6 +104,21 @@ def last_words(say: Callable[[], None]) -> Iterator[None]:
     finally:
         with contextlib.suppress(ValueError):
             _State.last_words.remove(say)
+
+
+@contextlib.contextmanager
+def on_signals(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """Within the block :data:`SIGNALS` call ``handler``, and nothing else comes of them, so that
+    none comes between two steps. Does nothing in other threads than the main one."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
 @contextlib.contextmanager

@@ -12,16 +12,15 @@ import contextlib
 import math
 import secrets
 import signal
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from statistics import median
 
 from precompute.jobs.config.project import Project
-from precompute.jobs.run.command_process import Silent
+from precompute.jobs.run.command_process import STOP_GRACE_S, Silent, on_signals
 from precompute.jobs.run.judge.gates import compare_again, served_snapshot
 from precompute.jobs.run.rows.plan import RunOptions
 from precompute.jobs.run.run_view import check_before
@@ -57,10 +56,6 @@ from precompute.store.offline.standing import Refused, Standing, Usable
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.times import Partition, utc_now
 from precompute.workers.process import ChildProcess, end_all, installed_module
-
-STOP_GRACE_S = 4.5
-"""How long a run may take to end after SIGTERM before it is killed. Killing is safe: nothing is
-visible before its manifest."""
 
 POLL_S = 0.05
 """How often processes are checked for their end."""
@@ -134,7 +129,12 @@ class Conductor:
     def conduct(self) -> None:
         """Run everything, then publish."""
         state = self.state
-        with self._signals():
+
+        def noted(number: int, _: object) -> None:
+            self._signal = self._signal or number
+
+        # none comes between the start of a process and its being known
+        with on_signals(noted):
             try:
                 self._run()
             except BaseException:
@@ -302,7 +302,7 @@ class Conductor:
             else:
                 item.state = "refused" if status == 3 else "failed"
                 item.seconds = round(time.monotonic() - group.began, 3)
-                item.error = _last_words(group.process)
+                item.error = f"its process {group.process.how_it_ended()}"
             self._report(item)
         group.items.clear()
         return again
@@ -490,26 +490,6 @@ class Conductor:
             why = f"snapshot {number} of {newest.partition} is live and the newest"
         return (number, None) if why is None else (None, why)
 
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        """SIGINT and SIGTERM are noted, so that none comes between the start of a process and its
-        being known."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        def noted(number: int, _: object) -> None:
-            self._signal = self._signal or number
-
-        before = {
-            number: signal.signal(number, noted) for number in (signal.SIGINT, signal.SIGTERM)
-        }
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
     # ---- words
 
     def _report(self, item: Item) -> None:
@@ -566,14 +546,6 @@ class Conductor:
                 "what failed, or had too many rows rejected, is tried again, once that is mended,"
                 f" by: precompute backfill {state.view} --resume {state.id}"
             )
-
-
-def _last_words(process: ChildProcess) -> str:
-    assert process.status is not None
-    if process.status < 0:
-        return f"its process {process.how_it_ended()}"
-    words = process.last_words().removeprefix("precompute: ")
-    return f"exit status {process.status}: {words or 'no word'}"
 
 
 def run_backfill(

@@ -33,8 +33,10 @@ from precompute.store.errors import PrecomputeError
 from precompute.store.http.telemetry.instruments import RESTARTS, Meter
 from precompute.store.times import doubled_s
 from precompute.workers.process import (
+    KILL_S,
     ChildProcess,
     end_all,
+    end_in_words,
     python_module,
     read_message,
     take_pipes,
@@ -186,7 +188,7 @@ class SupervisedProcess:
         self.ends_quickly = 0
         """How often in a row it has ended soon after it was started."""
         self._started_at = self._start_at = self._judged_from = -math.inf
-        self._checked_at = math.inf
+        self._checked_at = self._killed_at = math.inf
         self._killed = ""
 
     def start(self) -> ChildProcess:
@@ -245,9 +247,10 @@ class SupervisedProcess:
                     log.error("%s cannot be started: %s", self.name, exc)
             return
         if not self._killed and now >= self._judged_from and (why := self.judged(now)) is not None:
-            self._killed = why
+            self._killed, self._killed_at = why, now
             self.process.signal(signal.SIGKILL)
-        if self.process.ended():
+        # one that cannot be killed never runs again, and gives its place to another
+        if self.process.ended() or (self._killed and now > self._killed_at + KILL_S):
             self._note_end(self.process, now)
 
     def end(self) -> None:
@@ -268,7 +271,9 @@ class SupervisedProcess:
         if process.status == STATUS_RESTART and not self._killed:
             log.info("%s ended to begin again, in %g s", self.name, wait_s)
         else:
-            how = self._killed or process.how_it_ended()
+            how = self._killed or end_in_words(process.status)
+            if self._killed and process.status is None:
+                how += f", and {end_in_words(None)}: a driver may hold it in the kernel"
             log.error("%s %s; it is restarted in %g s", self.name, how, wait_s)
         _close_input(process)
 

@@ -160,7 +160,7 @@ class Preparation:
 
     def window(self, window: Window) -> Window:
         """A window, prepared."""
-        if self._checking is not None:
+        if self._checking is not None and window.shown.num_rows:
             for row, reason in self._unusable(self._checking, window):
                 window.reject(row, "input", reason)
         window.rows = np.arange(window.shown.num_rows)

@@ -47,6 +47,10 @@ ECHO_S = 1.0
 """How long the end of a dead process's stderr is waited for: what left its group may hold it
 open."""
 
+KILL_S = 5.0
+"""How long a process that was killed is waited for; one that a driver holds in the kernel is left
+behind."""
+
 AUTOGROUP_TRIES, AUTOGROUP_WAIT_S = 10, 0.15
 """Tries of a write to autogroup, and the pause between: Linux takes one in 0.1 s, of all that are
 not privileged."""
@@ -187,20 +191,13 @@ class ChildProcess(ProcessGroup):
                 _signal_group(self.pid, number)
 
     def how_it_ended(self) -> str:
-        """As the end of a sentence: ``was ended by signal 9 (SIGKILL)``, ``exited with status 3``,
-        ``cannot be killed``."""
-        if self.status is None:
-            return "cannot be killed"
-        if self.status >= 0:
-            return f"exited with status {self.status}"
-        # real-time signals have no names
-        with contextlib.suppress(ValueError):
-            return f"was ended by signal {-self.status} ({signal.Signals(-self.status).name})"
-        return f"was ended by signal {-self.status}"
+        """As :func:`end_in_words`; of one that failed with what it said last."""
+        words = self.last_words() if (self.status or 0) > 0 else ""
+        return end_in_words(self.status) + (f": {words}" if words else "")
 
     def last_words(self) -> str:
-        """The last line of its stderr that says something, of what ended and is not ``inherited``;
-        what is no UTF-8 shows as ``�``."""
+        """The last line of its stderr that says something, of what ended and is not ``inherited``,
+        of a command of ours without the command's name; what is no UTF-8 shows as ``�``."""
         if self._echo is not None:
             self._echo.join(ECHO_S)
         lines = [
@@ -208,7 +205,7 @@ class ChildProcess(ProcessGroup):
             for line in self._tail.decode(errors="replace").splitlines()
             if line.strip()
         ]
-        return lines[-1] if lines else ""
+        return lines[-1].removeprefix("precompute: ") if lines else ""
 
     def _over(self) -> bool:
         """Whether it ended. What it left behind is killed then, by the number that is its own until
@@ -328,15 +325,38 @@ class AdoptedProcess(ProcessGroup):
             _signal_group(self.pid, number)
 
 
-def end_all(processes: Collection[ProcessGroup], grace_s: float, kill_s: float = math.inf) -> None:
+def end_in_words(status: int | None) -> str:
+    """How a process ended, as the end of a sentence, by its status as
+    :attr:`ProcessGroup.status` has it: ``exited with status 3``, ``was ended by signal 15
+    (SIGTERM)``; None of one that was killed and goes on: ``cannot be killed``."""
+    if status is None:
+        return "cannot be killed"
+    if status >= 0:
+        return f"exited with status {status}"
+    if status == -signal.SIGKILL:
+        return "was ended by signal 9 (SIGKILL), as by a system that is out of memory"
+    # real-time signals have no names
+    with contextlib.suppress(ValueError):
+        return f"was ended by signal {-status} ({signal.Signals(-status).name})"
+    return f"was ended by signal {-status}"
+
+
+def end_all(processes: Collection[ProcessGroup], grace_s: float, kill_s: float = KILL_S) -> None:
     """SIGTERM to each, and SIGKILL to those that have not ended within ``grace_s``; these are
-    waited for at most ``kill_s``, for a driver may hold one in the kernel."""
+    waited for at most ``kill_s``, and the log tells of those that go on."""
     for number, patience_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, kill_s)):
         for process in processes:
             process.signal(number)
         limit = time.monotonic() + patience_s
         for process in processes:
             process.wait(limit - time.monotonic())
+    for process in processes:
+        if not process.ended():
+            log.error(
+                "process %d %s: a driver may hold it in the kernel; it is left behind",
+                process.pid,
+                end_in_words(None),
+            )
 
 
 class _Stat(NamedTuple):

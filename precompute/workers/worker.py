@@ -9,7 +9,6 @@ import contextlib
 import math
 import os
 import queue
-import signal
 import sys
 import threading
 import time
@@ -155,14 +154,17 @@ class Patience:
 
 
 LOAD_S = 600.0
-"""How long a worker may be silent before its model is loaded: Python's lock is held while gigabytes
-of libraries come from a cold disk."""
+"""How long loading a model may take at least, silent or not: gigabytes come from a cold disk, and
+Python's lock may be held meanwhile. Where a worker is waited for longer, so is this."""
+
+
+def not_loaded(limit_s: float) -> str:
+    """Why a worker is ended that loads its model for longer, as the end of a sentence."""
+    return f"did not load its model within {limit_s:.3g} s (engine.hang gives it more)"
+
 
 END_S = 1.0
 """Seconds between signalling a worker to end and killing it."""
-
-REAP_S = 5.0
-"""How long a killed process is waited for; one that a driver holds in the kernel is left behind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,25 +310,23 @@ class WorkerProcess(ChildProcess):
         by itself. ``fruitless`` is as in :meth:`Patience.for_task`."""
         if self.hung_up:
             return ""
+        if not self.ready:
+            load_s = max(LOAD_S, patience.stall_s, patience.hang_s)
+            return None if now - self.progress <= load_s else not_loaded(load_s)
         most_s = patience.for_task(self.in_flight[0], fruitless) if self.in_flight else math.inf
-        silent_s = min(patience.stall_s, most_s) if self.ready else max(LOAD_S, patience.stall_s)
+        silent_s = min(patience.stall_s, most_s)
         if now - self.heard > silent_s:
             return f"gave no sign of life for {silent_s:.3g} s"
         hang_s = min(patience.hang_s, most_s)
-        if self.ready and self.in_flight and now - self.progress > hang_s:
+        if self.in_flight and now - self.progress > hang_s:
             return f"finished no batch for {hang_s:.3g} s"
         return None
 
-    def reap(self) -> str:
-        """Kill what is left; returns how the process ended."""
-        self.signal(signal.SIGKILL)
-        self.wait(REAP_S)
+    def close(self) -> None:
+        """Let go of what it needed, once it has ended."""
         self._outbox.put(None)
         for thread in self._threads:
             thread.join(END_S)
-        return self.how_it_ended() + (
-            ", as by a system that is out of memory" if self.status == -signal.SIGKILL else ""
-        )
 
     def _write(self, file: IO[bytes]) -> None:
         # it died, which the one who listens to it notices

@@ -21,10 +21,9 @@ from precompute.engine.resources import ResidentPeak
 from precompute.engine.rows import Outcome, RejectedRow
 from precompute.engine.runner import HAND_ON_S
 from precompute.store.errors import ConfigError, ModelError
-from precompute.workers.process import end_all, read_frame
+from precompute.workers.process import end_all, end_in_words, read_frame
 from precompute.workers.worker import (
     END_S,
-    REAP_S,
     HeldWindow,
     Patience,
     Share,
@@ -326,8 +325,9 @@ class PoolStream:
                 process.give(task)
 
     def _replace(self, process: WorkerProcess, how: str) -> None:
-        ended = process.reap()
-        words = process.last_words()
+        end_all([process], 0.0)
+        process.close()
+        words, ended = process.last_words(), end_in_words(process.status)
         reason = (how or ended) + (f"; the last line of its stderr: {words[:300]}" if words else "")
         self._unloaded[process.number] += not process.ready
         if not process.ready and (
@@ -399,9 +399,9 @@ class PoolStream:
         return False
 
     def _end(self) -> None:
-        end_all(self._processes, END_S, REAP_S)
+        end_all(self._processes, END_S)
         for process in self._processes:
-            process.reap()
+            process.close()
 
 
 class WorkerPool:
@@ -417,10 +417,11 @@ class WorkerPool:
         heartbeat_s: every worker sends a sign of life this often.
         stall_s: without one for so long it is given up: a stopped process, or native code that
             never lets go of Python's lock.
-        hang_s: with signs of life, but no batch finished for so long, too. Loading the model does
-            not count. Of rows that a worker was given up with, both are less
-            (:meth:`precompute.workers.worker.Patience.for_task`) until one of them is tried
-            for the last time.
+        hang_s: with signs of life, but no batch finished for so long, too. Loading the model may
+            take this long, and :data:`precompute.workers.worker.LOAD_S` at least. Of rows that a
+            worker was given up with, both are less
+            (:meth:`precompute.workers.worker.Patience.for_task`) until one of them is tried for
+            the last time.
         attempts: how often a row may end a worker that had nothing else, before it is rejected.
     """
 

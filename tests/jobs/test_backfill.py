@@ -524,7 +524,7 @@ def test_what_fails_before_its_run_begins_is_reported_by_its_last_words(
         ("failed", True),
     ]
     error = str(done.items[1].error)
-    assert error.startswith("exit status 2: ")
+    assert error.startswith("its process exited with status 2: ")
     assert "numbers.yaml" in error
     assert "precompute: " not in error
 

@@ -53,7 +53,7 @@ from precompute.store.answers.fallback import CLIENT, Computed, Miss, places
 from precompute.store.http.telemetry.instruments import Meter
 from precompute.store.online.online_store import Pointer
 from precompute.store.times import Reason
-from precompute.workers.process import ChildProcess, end_all
+from precompute.workers.process import KILL_S, ChildProcess, end_all
 from tests import REPOSITORY
 from tests.memory_store import MemoryStore
 from tests.server import eventually
@@ -391,6 +391,26 @@ def test_a_process_that_should_be_idle_and_shows_no_life_is_killed(group: ModelG
     watch.set(now + 100)
     assert serving.judged(now + 100) is None
     assert "a call took 1 s longer" in str(serving.judged(now + 102))
+
+
+def test_a_process_that_cannot_be_killed_is_told_and_replaced(
+    group: ModelGroup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    killpg, serving, now = os.killpg, group.serving, time.monotonic()
+    monkeypatch.setattr(ModelProcess, "start", lambda _: shell("exec sleep 60"))
+    monkeypatch.setattr(ModelProcess, "judged", lambda *_: "was killed: it is still")
+    monkeypatch.setattr("precompute.workers.process.os.killpg", lambda *_: None)
+    serving.check(now)
+    held = serving.process
+    assert held is not None
+    there = []
+    for later_s in (1.0, 1.1 + KILL_S):
+        serving.check(now + later_s)
+        there.append(serving.process is held)
+    killpg(held.pid, signal.SIGKILL)
+    assert there == [True, False]
+    assert "was killed: it is still, and cannot be killed: a driver may hold it" in caplog.text
+    assert held.wait(10)
 
 
 def test_what_a_model_process_had_on_disk_goes_with_it(

@@ -339,7 +339,12 @@ def test_what_had_no_answer_is_asked_again_once_a_run(
     make_project: MakeProject, tmp_path: Path, libraries: Libraries
 ) -> None:
     project = project_of(make_project, tmp_path, "static_embedding")
-    for n, error in enumerate((TOO_LONG, "ended its process: it was ended by signal 9 (SIGKILL)")):
+    for n, error in enumerate(
+        (
+            TOO_LONG,
+            "ended its process: it was ended by signal 9 (SIGKILL), as by a system that is out of memory",
+        )
+    ):
         libraries.error = error
         found = check_of(project.materialize(full=True))
         assert found.verdict == "not checked"
@@ -630,7 +635,10 @@ def test_it_is_asked_in_a_process_of_its_own_which_says_nothing(
         ("raising", "numpy 9 raised RuntimeError: no such file in 3.1 (library_models.py:36)"),
         ("sleeping", "numpy 9 took longer than 2 s"),
         ("dying", "numpy 9 ended its process: it was ended by signal 11 (SIGSEGV)"),
-        ("killed", "numpy 9 ended its process: it was ended by signal 9 (SIGKILL)"),
+        (
+            "killed",
+            "numpy 9 ended its process: it was ended by signal 9 (SIGKILL), as by a system that is out of memory",
+        ),
         ("leaving", "numpy 9 ended its process: it exited with status 0"),
         ("exiting", "numpy 9 raised SystemExit: a license is missing"),
         ("out_of_memory", "numpy 9 raised MemoryError: Unable to allocate 1.00 EiB"),

@@ -134,7 +134,10 @@ def test_one_that_fails_stops_only_what_depends_on_it(
     }
     errors = {line["view"]: line["error"] for line in report["views"] if line["error"]}
     assert "alone.yaml: " in errors["alone"]
-    assert errors["middle"] == "its process was ended by signal 9 (SIGKILL)"
+    assert (
+        errors["middle"]
+        == "its process was ended by signal 9 (SIGKILL), as by a system that is out of memory"
+    )
     assert errors["leaf"] == "not run: middle was killed"
     assert (report["exit_status"], report["counts"]) == (
         2,

@@ -93,9 +93,15 @@ def rows_of(scene: Scene) -> list[dict[str, Any]]:
     ]
 
 
-def sharded(make_project: MakeProject, rows: Any = ROWS, shards: int = 4, **view: Any) -> Scene:
+def sharded(
+    make_project: MakeProject,
+    rows: Any = ROWS,
+    shards: int = 4,
+    project: dict[str, Any] = ELSEWHERE,
+    **view: Any,
+) -> Scene:
     """A project whose workers others start."""
-    return make_project(rows, view={"shards": shards} | view, project=ELSEWHERE)
+    return make_project(rows, view={"shards": shards} | view, project=project)
 
 
 TYPES = pa.table(
@@ -236,9 +242,10 @@ SMALL = (
 )
 
 
-def worker_process(scene: Scene, *options: str) -> subprocess.Popen[str]:
-    """A worker whose windows have five rows and are a chunk each."""
-    command = [sys.executable, "-c", SMALL, "-c", str(scene.folder), "work", "numbers"]
+def worker_process(scene: Scene, *options: str, before: str = "") -> subprocess.Popen[str]:
+    """A worker whose windows have five rows and are a chunk each; ``before`` is run first."""
+    code = SMALL.replace("from precompute.jobs.cli", f"{before} from precompute.jobs.cli")
+    command = [sys.executable, "-c", code, "-c", str(scene.folder), "work", "numbers"]
     return subprocess.Popen(
         [*command, "--wait", "20s", *options],
         cwd=REPOSITORY,
@@ -261,7 +268,8 @@ def test_a_killed_worker_loses_a_chunk(make_project: MakeProject, tmp_path: Path
         process.communicate(timeout=20)
     statuses = sorted(process.returncode for process in processes)
     assert statuses == [-9, 0]
-    assert (report.engine["shards"], report.engine["attempts"]) == (2, 3)
+    # one worker may have had both when it was killed
+    assert (report.engine["shards"], report.engine["attempts"] in (3, 4)) == (2, True)
     used = report.usage
     assert {"pin", "collect", "other"} <= used.cpu_s.keys()
     assert used.workers_cpu_s == {"model": report.engine["cpu_s"]}
@@ -366,7 +374,8 @@ def test_a_row_that_ends_its_process_is_rejected_alone(make_project: MakeProject
     scene = make_project(ROWS, view={"shards": 4, "model": model}, project=project)
     report = scene.run()
     assert scene.doubles() == {i: 2 * x for i, x in ROWS if i != 60}
-    assert (report.counts["rejected"], report.engine["attempts"]) == (1, 5)
+    # the shard that the row ended may have had the next one beside it
+    assert (report.counts["rejected"], report.engine["attempts"] in (5, 6)) == (1, True)
 
 
 def test_workers_that_die_one_after_the_other_end_the_run(make_project: MakeProject) -> None:

@@ -22,7 +22,7 @@ from precompute.jobs.config.project import EngineConfig
 from precompute.jobs.run.rows.open_model import OpenModel
 from precompute.jobs.run.shards import coordinator as coordinator_module
 from precompute.jobs.run.shards import worker as worker_module
-from precompute.jobs.run.shards.launcher import LocalLauncher
+from precompute.jobs.run.shards.launcher import LocalLauncher, WorkerRequest
 from precompute.jobs.run.shards.shard_folder import ShardFolder
 from precompute.jobs.run.shards.worker import work
 from precompute.store.disk.lease import Lease
@@ -31,6 +31,7 @@ from precompute.store.errors import (
     ConfigError,
     ConflictError,
     FencedError,
+    ModelError,
     PrecomputeError,
     RejectedError,
 )
@@ -44,11 +45,13 @@ from tests.jobs.test_shards import (
     _plans,
     _until,
     sharded,
+    worker_process,
     workers,
 )
 from tests.models import Doubler
 from tests.scene import Scene
 
+ASLEEP = WorkerRequest(["sleep", "60"])
 HERE = "tests.jobs.test_shards_faults"
 
 
@@ -180,13 +183,14 @@ def test_what_ended_a_worker_comes_first(
     lost: else the run ends since workers end one after the other."""
     scene, tried = sharded(make_project), list[int]()
 
-    def stopped(_: object, known: Any, __: object) -> None:
-        tried.append(known.shard)
+    def stopped(_: object, attempt: Any) -> None:
+        tried.append(attempt.known.shard)
+        attempt.drop()
         raise worker_module.WorkEnded
 
     with running(scene):
         with monkeypatch.context() as patch:
-            patch.setattr(worker_module._Worker, "_compute_attempt", stopped)
+            patch.setattr(worker_module._Worker, "_compute", stopped)
             for _ in range(6):
                 work(scene.reread(), "numbers")
         crew = Workers(scene, 1)
@@ -211,18 +215,76 @@ def test_a_row_that_hangs_is_rejected_alone(make_project: MakeProject) -> None:
     assert (report.counts["written"], report.counts["rejected"]) == (8, 1)
 
 
+class LoadsLate(Doubler):
+    """Is not loaded by a worker while a file is there, which it removes."""
+
+    def __init__(self, file: str) -> None:
+        super().__init__()
+        if "work" in sys.argv and os.path.exists(file):
+            os.unlink(file)
+            time.sleep(60)
+
+
+def test_one_that_hangs_while_it_loads_ends_and_is_told(
+    make_project: MakeProject, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    model = {"use": f"{HERE}:LoadsLate", "args": {"file": str(tmp_path / "file")}}
+    project = {"engine": {"on": "elsewhere", "hang": "500ms"}}
+    scene = sharded(make_project, project=project, model=model)
+    with running(scene) as errors:
+        hanging = worker_process(scene, before="worker.LOAD_S = 0.5;")
+        _, said = hanging.communicate(timeout=20)
+        crew = Workers(scene, 1)
+    crew.join()
+    assert hanging.returncode == 1
+    assert "did not load its model within 0.5 s (engine.hang gives it more)" in said
+    assert (errors, scene.doubles()) == ([], {i: 2 * x for i, x in ROWS})
+
+
+def test_one_that_was_stopped_itself_blames_nobody(
+    make_project: MakeProject, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    model = {"use": "tests.models:Counting", "args": {"path": str(log), "sleep_s": 0.1}}
+    project = {"engine": {"on": "elsewhere", "hang": "1s"}}
+    scene = sharded(make_project, shards=1, project=project, model=model)
+    with running(scene):
+        stopped = worker_process(scene)
+        _until(lambda: log.exists() and len(log.read_text().splitlines()) > 3)
+        stopped.send_signal(signal.SIGSTOP)
+        time.sleep(2)
+        stopped.send_signal(signal.SIGCONT)
+        _, said = stopped.communicate(timeout=20)
+    assert (stopped.returncode, scene.report().engine["attempts"]) == (0, 1), said
+
+
+def test_workers_that_hang_with_pythons_lock_end_the_run(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of them is there to say so, nor to end itself."""
+    monkeypatch.setattr(coordinator_module, "NO_WORKER_S", 0.2)
+    monkeypatch.setattr(coordinator_module, "LOAD_S", 0.2)
+    monkeypatch.setattr(coordinator_module._Coordinator, "_request", lambda _: ASLEEP)
+    project = {"engine": {"workers": 2, "hang": "100ms"}}
+    scene = make_project(ROWS, view={"shards": 2}, project=project)
+    with pytest.raises(ModelError, match=r"no worker has reported for 0 s: they hang"):
+        scene.run()
+
+
 def test_an_operator_is_warned_that_all_workers_are_gone(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(coordinator_module, "NO_WORKER_S", 0.3)
     scene = sharded(make_project)
 
-    def stopped(*_: object) -> None:
+    def stopped(_: object, attempt: Any) -> None:
+        attempt.drop()
         raise worker_module.WorkEnded
 
     with running(scene):
         with monkeypatch.context() as patch:
-            patch.setattr(worker_module._Worker, "_compute_attempt", stopped)
+            patch.setattr(worker_module._Worker, "_compute", stopped)
             work(scene.reread(), "numbers")
         _until(lambda: "no worker is left for" in caplog.text)
         crew = Workers(scene, 1)

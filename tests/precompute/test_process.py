@@ -21,6 +21,7 @@ from precompute.workers.process import (
     ChildProcess,
     ProcessGroup,
     end_all,
+    end_in_words,
 )
 from tests import REPOSITORY
 from tests.server import eventually, state
@@ -57,14 +58,17 @@ def signalled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, str]]:
     [
         ("exit 0", 0, "exited with status 0"),
         ("exit 3", 3, "exited with status 3"),
-        ("kill -9 $$", -9, "was ended by signal 9 (SIGKILL)"),
+        ("kill -9 $$", -9, "was ended by signal 9 (SIGKILL), as by a system that is out of memory"),
         ("kill -40 $$", -40, "was ended by signal 40"),
     ],
 )
 def test_how_it_ended(line: str, status: int, how: str) -> None:
     child = shell(line)
     assert child.wait(20)
-    assert (child.status, child.how_it_ended(), child.last_words()) == (status, how, "")
+    assert (child.status, child.how_it_ended(), end_in_words(status)) == (status, how, how)
+    said = shell(f"echo 'precompute: no room' >&2; {line}")
+    assert said.wait(20)
+    assert said.how_it_ended() == how + ": no room" * (status > 0)
 
 
 def test_what_goes_on_has_no_status_and_is_waited_for_until_the_timeout() -> None:
@@ -173,11 +177,14 @@ def test_one_that_somebody_else_reaped_has_ended_and_is_not_signalled(
     assert (child.status, signalled) == (0, [])
 
 
-def test_one_that_cannot_be_killed_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_cannot_be_killed_is_left_behind_and_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     child, killpg = shell("sleep 60"), os.killpg
     monkeypatch.setattr("precompute.workers.process.os.killpg", lambda group, number: None)
     end_all([child], 0.1, 0.1)
     assert (child.status, child.how_it_ended()) == (None, "cannot be killed")
+    assert f"process {child.pid} cannot be killed: a driver may hold it" in caplog.text
     killpg(child.pid, signal.SIGKILL)
     assert child.wait(20)
 

@@ -311,6 +311,8 @@ def rows_in_words(count: int) -> str:
     return f"{count:,} row{'' if count == 1 else 's'}"
 
 
+HIDDEN = ("input_hash",)
+"""Columns of a run's rows that its model is not shown."""
 PART_BYTES = 64 * 2**20
 """Size to which rows are gathered before a Parquet file is written, about: an eighth of
 ``memory_mb``, where that is less."""
@@ -414,21 +416,15 @@ class Chunks:
         """
         meter, began, report = Meter(), time.monotonic(), self.report
         usage, computing = report.usage, OverlappingCpu(report)
-        self._part_bytes = min(PART_BYTES, settings.memory_mb * 2**20 // 8)
         model = self._opened.model
         # of a model that several partitions share, it counts them all
         before = model.answered if isinstance(model, KeepingModel) else 0
         runner = engine_of(self._opened, settings.engine, meter, again)
-        # workers share windows out
-        rows = window_rows(self._opened.columns) if isinstance(runner, Runner) else WIDE_ROWS
-        wanted = self.golden.among(batches(min(WINDOW_ROWS, rows)))
-        windows = joined(self._good_keys(wanted), runner.window_rows)
-        stream = runner.stream(windows, hidden=("input_hash",), memory_mb=settings.stream_mb)
+        windows = self.windows(batches, runner, settings)
+        stream = runner.stream(windows, hidden=HIDDEN, memory_mb=settings.stream_mb)
         try:
             for batch, done in stream:
-                done = self.golden.take(batch, done)
-                self._add(batch, done)
-                progress.advance(done.done, meter.rows_retried)
+                progress.advance(self.take(batch, done), meter.rows_retried)
         finally:
             # no thread may read the source after it is closed
             stream.close()
@@ -445,6 +441,26 @@ class Chunks:
         self.finish()
         # the stages' threads leave what they freed in arenas of their own
         give_back()
+
+    def windows(
+        self,
+        batches: Callable[[int], Iterator[pa.RecordBatch]],
+        runner: Runner | WorkerPool,
+        settings: ProjectConfig,
+    ) -> Iterator[pa.RecordBatch]:
+        """The rows, golden ones among them, as windows for an engine, whose outcomes are for
+        :meth:`take`; ``batches`` and ``settings`` as of :meth:`compute`."""
+        self._part_bytes = min(PART_BYTES, settings.memory_mb * 2**20 // 8)
+        # workers share windows out
+        rows = window_rows(self._opened.columns) if isinstance(runner, Runner) else WIDE_ROWS
+        wanted = self.golden.among(batches(min(WINDOW_ROWS, rows)))
+        return joined(self._good_keys(wanted), runner.window_rows)
+
+    def take(self, batch: pa.RecordBatch, done: Outcome) -> int:
+        """Take the outcome of a window's rows, or of some; how many of them are no golden ones."""
+        done = self.golden.take(batch, done)
+        self._add(batch, done)
+        return done.done
 
     def _good_keys(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """The rows that have a usable key. The others are queued for :meth:`_add`: rows are

@@ -53,6 +53,7 @@ from precompute.store.offline.stored_file import parsing
 from precompute.store.offline.view_store import ViewStore
 from precompute.techniques.table import REFERENCE
 from precompute.workers.process import installed_module
+from precompute.workers.worker import LOAD_S
 
 log = logging.getLogger(__name__)
 
@@ -215,7 +216,7 @@ class _Coordinator:
         self._look_s = RESULTS_LOOK_S if folder.store.storage.local else RESULTS_LOOK_REMOTE_S
         self._deaths: list[str] = []
         self._shown = 0
-        self._started_at = self._lease_checked_at = time.monotonic()
+        self._started_at = self._lease_checked_at = self._looked_at = time.monotonic()
         self._idle_warned = False
         self._last_reported: object = None
         """Results and progress as workers reported them last."""
@@ -330,25 +331,33 @@ class _Coordinator:
         self, results: Mapping[int, ShardResult], workers: list[WorkerProgress]
     ) -> None:
         """Warn the operator, once each time, when no worker computes: none has reported, or all
-        that did are gone."""
+        that did are gone. Of this machine's the run waits no longer than one may take to load."""
         now, seen = time.monotonic(), (len(results), workers)
+        # this process was stopped, or the machine: no worker is to blame
+        self._last_reported_at += max(0.0, now - self._looked_at - NO_WORKER_S)
+        self._looked_at = now
         if seen != self._last_reported:
             self._last_reported, self._last_reported_at, self._idle_warned = seen, now, False
-        if self._idle_warned or now < self._last_reported_at + NO_WORKER_S:
+        silent_s = now - self._last_reported_at
+        # each that lets others run ends itself before
+        most_s = NO_WORKER_S + max(LOAD_S, self._engine.hang)
+        hangs = self._engine.on == "local" and silent_s >= most_s
+        if silent_s < NO_WORKER_S or (self._idle_warned and not hangs):
             return
-        self._idle_warned = True
         left = (n for n in range(len(self._plan.shards)) if n not in results)
         # one that is at a long batch says nothing, and has its shard
         if workers and any(self._folder.is_taken(shard) for shard in left):
             self._last_reported_at, self._idle_warned = now, False
             return
+        what = "is left" if workers else "has reported"
+        if hangs:
+            raise ModelError(f"no worker {what} for {most_s:.0f} s: they hang, with Python's lock")
+        self._idle_warned = True
+        start = f"start some, `precompute work {self._plan.view.name} --run {self._plan.run}`"
+        ways = {"elsewhere": start, "local": "they load their model, or hang"}
+        room = "the cluster has no room for them, or they cannot reach the root"
         log.warning(
-            "no worker %s for %.0f s: %s",
-            "is left" if workers else "has reported",
-            NO_WORKER_S,
-            f"start some, `precompute work {self._plan.view.name} --run {self._plan.run}`"
-            if self._engine.on == "elsewhere"
-            else "the cluster has no room for them, or they cannot reach the root",
+            "no worker %s for %.0f s: %s", what, NO_WORKER_S, ways.get(self._engine.on, room)
         )
 
     def _end_workers(self, launcher: Launcher) -> None:

@@ -105,7 +105,7 @@ class LocalLauncher:
                 break
             time.sleep(min(POLL_S, timeout_s))
         ended = [self._processes.pop(slot) for slot in slots]
-        return [WorkerExit(process.status, _exit_text(process)) for process in ended]
+        return [WorkerExit(process.status, process.how_it_ended()) for process in ended]
 
     def stop(self, grace_s: float) -> None:
         end_all([*self._processes.values()], grace_s)
@@ -121,11 +121,6 @@ def _gpus(slot: int, count: int) -> dict[str, str]:
     every = shown.split(",") if shown else [path.name.removeprefix("nvidia") for path in devices]
     own = [every[(slot * count + n) % len(every)] for n in range(count)] if every else []
     return {"CUDA_VISIBLE_DEVICES": ",".join(own)}
-
-
-def _exit_text(process: ChildProcess) -> str:
-    words = process.last_words().removeprefix("precompute: ")
-    return process.how_it_ended() + (f": {words}" if words else "")
 
 
 def launcher_of(engine: EngineConfig, workers: int) -> Launcher:

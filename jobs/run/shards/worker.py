@@ -14,7 +14,6 @@ import math
 import os
 import resource
 import secrets
-import signal
 import threading
 import time
 import zlib
@@ -26,10 +25,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from precompute.jobs.config.project import EngineConfig, Project
-from precompute.jobs.run.command_process import Progress
+from precompute.engine.ahead import Meter
+from precompute.engine.resources import give_back
+from precompute.engine.rows import Outcome
+from precompute.engine.runner import Runner
+from precompute.jobs.config.project import EngineConfig, Project, ProjectConfig
+from precompute.jobs.run.command_process import on_signals
 from precompute.jobs.run.judge.audit import Sample
-from precompute.jobs.run.rows.chunks import Chunks
+from precompute.jobs.run.rows.chunks import HIDDEN, Chunks, engine_of
 from precompute.jobs.run.rows.golden_rows import GoldenRows
 from precompute.jobs.run.rows.open_model import OpenModel, open_model
 from precompute.jobs.run.shards.shard_folder import (
@@ -63,11 +66,20 @@ from precompute.store.offline.segment import Part
 from precompute.store.offline.stored_file import parsing
 from precompute.store.offline.view_store import ViewStore
 from precompute.techniques.table import REFERENCE
+from precompute.workers.worker import LOAD_S, not_loaded
+from precompute.workers.worker_pool import WorkerPool
 
 log = logging.getLogger(__name__)
 
 MOST_ATTEMPTS = 3
 """Attempts at a shard that fail, or end without a finished chunk; then the run fails."""
+AT_ONCE = 2
+"""Shards that a worker has at once: one that is computed, one whose first rows are read."""
+AHEAD_S = 5.0
+"""A worker takes a shard when the rows of the one before are computed within so long, by the rate
+so far."""
+FIRST_S = 1.0
+"""How long the first rows are waited for, which say how fast it goes."""
 BEAT_S = 2.0
 """Seconds between two beats at least."""
 SHARD_LOOK_S = 1.0
@@ -191,17 +203,14 @@ class _Ending(threading.Event):
 
     signal = 0
     attempt: Callable[[], None] | None = None
-    """Leaves the attempt in flight, before the process ends in the middle of a batch."""
+    """Leaves the attempts in flight, before the process ends in the middle of a batch."""
 
 
 @contextlib.contextmanager
 def _finish_on_signal() -> Iterator[_Ending]:
     """Set by SIGTERM and SIGINT, so that a chunk can be finished; the process ends after
     :data:`STOP_S` all the same."""
-    ending = _Ending()
-    if threading.current_thread() is not threading.main_thread():
-        yield ending
-        return
+    ending, timers = _Ending(), list[threading.Timer]()
 
     def give_up(number: int) -> None:
         log.warning("the batch in flight took longer than %.0f s: it is lost", STOP_S)
@@ -218,19 +227,183 @@ def _finish_on_signal() -> Iterator[_Ending]:
             timers[0].daemon = True
             timers[0].start()
 
-    timers: list[threading.Timer] = []
-    before = {number: signal.signal(number, noted) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield ending
+        with on_signals(noted):
+            yield ending
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
         for timer in timers:
             timer.cancel()
 
 
+class _Attempt:
+    """An attempt at a shard, from its lease to its result: takes what comes of the shard's rows."""
+
+    def __init__(
+        self, worker: _Worker, known: ShardResult, lease: Lease, died: bool, resumed: _Resumed
+    ) -> None:
+        plan, opened, store = worker.plan, worker.opened, worker.store
+        part = plan.shards[known.shard]
+        self.known, self.lease, self.died, self.resumed = known, lease, died, resumed
+        self.began = time.monotonic()
+        self.name = worker.folder.attempt(known.shard, known.attempt)
+        """Of its journal, and of the folder of its parts."""
+        left = part.rows - len(resumed.keys)
+        wanted = -(-plan.audited * left // max(1, sum(each.rows for each in plan.shards)))
+        self.sample = Sample(plan.view, left, wanted, extremes=opened.variant != REFERENCE)
+        self.chunks = Chunks(
+            store,
+            Report(self.name, store.name, "work"),
+            opened,
+            plan.allowed,
+            plan.rows,
+            lease.check,
+            self.sample.draw,
+            worker.golden(known.shard),
+        )
+        done = resumed.keys if resumed.chunks else None
+        path = shard_file_path(store, part)
+        self.read = partial(shard_batches, path, plan.view.entity, done)
+        """Reads the rows that are left, so many at a time at most."""
+        self.end = math.inf
+        """Number of the window that ends its rows, once all were read."""
+        self.error: BaseException | None = None
+        """Why they could not be read."""
+        self.is_over = False
+        """Whether nothing is to be made of its rows any more: it has a result, or has failed."""
+        beat = WorkerProgress(known.worker, known.shard, part.rows - left, part.rows - left)
+        self._store, self._folder, self._beat = store, worker.folder, beat
+        self._resumed_rows, self._beaten_at = part.rows - left, -math.inf
+
+    def take(self, batch: pa.RecordBatch, done: Outcome) -> bool:
+        """Take the outcome of some rows; whether it has told the run of them."""
+        rows, chunks = self.chunks.take(batch, done), self.chunks
+        self._beat = replace(
+            self._beat,
+            computed=self._beat.computed + rows,
+            recorded=self._resumed_rows + chunks.recorded,
+            rejected=chunks.rejections.count,
+            reasons=chunks.rejections.reasons(),
+            fits=chunks.fits,
+        )
+        now = time.monotonic()
+        if now - self._beaten_at < BEAT_S:
+            return False
+        self._folder.beat(self._beat)
+        self._beaten_at = now
+        return True
+
+    def drop(self) -> None:
+        """Let go of the shard; what was computed and is not over is finished, for the next
+        attempt."""
+        if not self.is_over:
+            try:
+                self.chunks.finish()
+            except _FAILURES as exc:
+                log.warning("shard %d: the chunk in flight is lost: %s", self.known.shard, exc)
+        self.leave_nothing()
+        self.lease.release()
+
+    def leave_nothing(self) -> None:
+        """Without a chunk, leave nothing of it: it must not be taken for one that a row ended."""
+        if not self.chunks.finished:
+            self._store.journals.end(self.name)
+
+
+class _Line:
+    """Attempts whose rows go through an engine one after the other, in one stream: while the last
+    rows of a shard are computed, the next one is taken and its first rows are read. Each shard's
+    rows end with a window without rows, that comes out after all of them.
+
+    Args:
+        first: the first one.
+        next_one: takes another shard, in the thread that reads; None where the stream is to end.
+    """
+
+    def __init__(self, first: _Attempt, next_one: Callable[[], _Attempt | None]) -> None:
+        self._first, self._next_one = first, next_one
+        self._changed = threading.Condition()
+        self.open = [first]
+        """Those whose rows are not all out."""
+        self.all_read = self._closed = False
+        self._given = self._out = self._first_out = 0
+        self._began = time.monotonic()
+        """When the first rows came out; before that, when the stream began."""
+
+    def windows(
+        self, runner: Runner | WorkerPool, settings: ProjectConfig, columns: pa.Schema
+    ) -> Iterator[pa.RecordBatch]:
+        """The windows of all of them, for an engine."""
+        attempt, number = self._first, 0
+        end = pa.RecordBatch.from_pylist([], schema=columns)
+        while True:
+            try:
+                for window in attempt.chunks.windows(attempt.read, runner, settings):
+                    if attempt.is_over:
+                        break
+                    number, self._given = number + 1, self._given + window.num_rows
+                    yield window
+            except _FAILURES as exc:
+                attempt.error = exc
+            attempt.end, number = number, number + 1
+            yield end
+            following = self._next_one() if self._is_soon_out() else None
+            if following is None or not self._is_open_for(following):
+                break
+            attempt = following
+        self.all_read = True
+
+    def of(self, done: Outcome) -> _Attempt:
+        """The attempt that rows are of which have come out."""
+        with self._changed:
+            if not self._out:
+                self._first_out, self._began = done.done, time.monotonic()
+            self._out += done.done
+            self._changed.notify_all()
+            return next(attempt for attempt in self.open if done.window <= attempt.end)
+
+    def leave(self, attempt: _Attempt) -> None:
+        """Its rows are all out."""
+        with self._changed:
+            self.open.remove(attempt)
+            self._changed.notify_all()
+        attempt.drop()
+
+    def close(self) -> list[_Attempt]:
+        """Let none begin any more; returns those that are open."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            return list(self.open)
+
+    def leave_nothing(self) -> None:
+        """As of each that is open: the process ends in the middle of a batch."""
+        for attempt in self.close():
+            attempt.leave_nothing()
+
+    def _is_soon_out(self) -> bool:
+        """Wait until the next shard may be taken: the more a worker has, the less there is for
+        another one at the run's end; whether the stream goes on."""
+        with self._changed:
+            while not self._closed:
+                seconds, left = time.monotonic() - self._began, self._given - self._out
+                timed = self._out - self._first_out
+                is_soon = left * seconds <= AHEAD_S * timed if self._out else seconds > FIRST_S
+                if is_soon and len(self.open) < AT_ONCE:
+                    return True
+                self._changed.wait(FIRST_S)
+            return False
+
+    def _is_open_for(self, attempt: _Attempt) -> bool:
+        with self._changed:
+            if not self._closed:
+                self.open.append(attempt)
+                return True
+        attempt.drop()
+        return False
+
+
 class _Worker:
-    """Takes and computes shards, one at a time."""
+    """Takes and computes shards."""
 
     def __init__(
         self,
@@ -241,27 +414,39 @@ class _Worker:
         ending: _Ending,
         done: WorkSummary,
     ) -> None:
-        self._store, self._folder, self._plan, self._ending = store, folder, plan, ending
+        self.store, self.folder, self.plan, self._ending = store, folder, plan, ending
         self._settings = project.settings
         self._done = done
         self._failed: list[int] = []
         """Shards that this process failed at, one after the other."""
-        self._opened = _open(project, store, plan)
+        self._alone = 0
+        """How many shards are to be computed alone: one of so many failed, and which is not
+        known."""
+        self._next: _Attempt | None = None
+        """One that was begun and needs another engine."""
+        self._spent: dict[str, float] = {}
+        load_s = max(LOAD_S, self._settings.engine.hang)
+        with _Watch(load_s, not_loaded(load_s)):
+            self.opened = _open(project, store, plan)
 
     def work(self) -> None:
         """Compute shards until the run is over."""
-        while True:
-            self._check()
-            # looked for once: in an object store each look costs money
-            done = self._folder.results()
-            left = [n for n in range(len(self._plan.shards)) if n not in done]
-            if not left:
-                return
-            if not any(self._try(shard) for shard in self._in_turn(left)):
-                self._ending.wait(SHARD_LOOK_S)
+        try:
+            while True:
+                self._check()
+                attempt, self._next = self._next or self._claim(), None
+                if attempt is not None:
+                    self._compute(attempt)
+                elif len(self.folder.results()) == len(self.plan.shards):
+                    return
+                else:
+                    self._ending.wait(SHARD_LOOK_S)
+        finally:
+            if self._next is not None:
+                self._next.drop()
 
     def _check(self) -> None:
-        if self._ending.is_set() or not self._folder.is_open(self._plan):
+        if self._ending.is_set() or not self.folder.is_open(self.plan):
             raise WorkEnded
 
     def _in_turn(self, left: Sequence[int]) -> Iterator[int]:
@@ -269,39 +454,77 @@ class _Worker:
         with those that it did not fail at. Of these, begun ones come first: where a row ended a
         worker, each new one would else meet the next such row, and the run fail for want of
         progress."""
-        start = zlib.crc32(self._done.worker.encode()) % len(left)
-        begun, failed = self._folder.begun(), self._failed
+        start = zlib.crc32(self._done.worker.encode()) % max(1, len(left))
+        begun, failed = self.folder.begun(), self._failed
         turn = sorted(
             [*left[start:], *left[:start]], key=lambda one: (one in failed, one not in begun)
         )
-        return (shard for shard in turn if not self._folder.is_taken(shard))
+        return (shard for shard in turn if not self.folder.is_taken(shard))
 
-    def _try(self, shard: int) -> bool:
-        """Compute a shard, unless another worker does; returns whether this one did."""
+    def _claim(self) -> _Attempt | None:
+        """Take a shard that is left; None where others have them all."""
+        # looked for once: in an object store each look costs money
+        done = self.folder.results()
+        left = [n for n in range(len(self.plan.shards)) if n not in done]
+        for shard in self._in_turn(left):
+            with contextlib.ExitStack() as unless_begun:
+                try:
+                    lease = self.folder.take(shard, self._done.worker, self._settings.lease)
+                except ConflictError:
+                    continue
+                unless_begun.enter_context(lease)
+                known = ShardResult(shard, lease.record.fence, self._done.worker)
+                if shard not in self.folder.results():
+                    with self._failing(known):
+                        died = self._died(shard)
+                        if (result := self._given_up(known, died)) is not None:
+                            self._note(result)
+                            continue
+                        attempt = _Attempt(self, known, lease, bool(died), self._resumed(shard))
+                        plan = self.plan
+                        self.store.journals.begin(
+                            attempt.name, plan.recipe, plan.partition, full=plan.full
+                        )
+                        unless_begun.pop_all()
+                        return attempt
+        return None
+
+    def _following(self) -> _Attempt | None:
+        """A shard for the stream that is computed; one for another engine is kept for later."""
         try:
-            lease = self._folder.take(shard, self._done.worker, self._settings.lease)
-        except ConflictError:
-            return False
-        with lease:
-            if shard in self._folder.results():
-                return False
-            attempt = lease.record.fence
-            known = ShardResult(shard, attempt, self._done.worker)
-            try:
-                self._note(self._given_up(known) or self._compute_attempt(known, lease))
-            except FencedError as exc:
-                log.warning("shard %d: %s", shard, exc)
-            except _FAILURES as exc:
-                self._check()
-                error = exc if isinstance(exc, PrecomputeError) else _as_snapshot_error(exc)
-                self._note(replace(known, error=str(error), kind=type(error).__name__))
-                if len(self._failed) >= MOST_ATTEMPTS:
-                    raise error from exc
-        return True
+            attempt = None if self._alone else self._claim()
+        except _FAILURES as exc:
+            log.warning("no shard is taken ahead: %s", exc)
+            return None
+        if attempt is not None and attempt.died:
+            self._next, attempt = attempt, None
+        return attempt
+
+    @contextlib.contextmanager
+    def _failing(self, known: ShardResult, attempt: _Attempt | None = None) -> Iterator[None]:
+        """An attempt that fails within is over, and recorded as failed, with the rows that it
+        rejected; not one that lost its lease, whose shard another worker has."""
+        try:
+            yield
+        except _FAILURES as exc:
+            if attempt is not None:
+                attempt.is_over = True
+            if isinstance(exc, FencedError):
+                log.warning("shard %d: %s", known.shard, exc)
+                return
+            self._check()
+            error = exc if isinstance(exc, PrecomputeError) else _as_snapshot_error(exc)
+            known = replace(known, error=str(error), kind=type(error).__name__)
+            if isinstance(exc, RejectedError) and attempt is not None:
+                attempt.chunks.rejections.write()
+                known = replace(known, chunks=[Finished(None, attempt.chunks.rejections.part)])
+            self._note(known)
+            if len(self._failed) >= MOST_ATTEMPTS:
+                raise error from exc
 
     def _note(self, result: ShardResult) -> None:
         """Record a result, or a failed attempt, for good where no other attempt can help."""
-        folder, shard = self._folder, result.shard
+        folder, shard = self.folder, result.shard
         try:
             if result.error is not None:
                 self._failed.append(shard)
@@ -316,138 +539,151 @@ class _Worker:
         except OSError as exc:
             raise SnapshotError(disk_message(folder.folder, exc)) from exc
 
-    def _given_up(self, known: ShardResult) -> ShardResult | None:
+    def _given_up(self, known: ShardResult, died: Sequence[int]) -> ShardResult | None:
         """The result of a shard whose attempts keep dying without reporting why; None for any
         other."""
-        folder, shard = self._folder, known.shard
-        died = [
-            attempt
-            for attempt in self._died(shard)
-            if not self._chunks(folder.attempt(shard, attempt))
-        ]
-        if len(died) < MOST_ATTEMPTS:
+        folder, shard = self.folder, known.shard
+        idle = [attempt for attempt in died if not self._chunks(folder.attempt(shard, attempt))]
+        if len(idle) < MOST_ATTEMPTS:
             return None
         return replace(
             known,
             kind=ModelError.__name__,
-            error=f"{len(died)} workers died without reporting why while they computed it, or were"
+            error=f"{len(idle)} workers died without reporting why while they computed it, or were"
             " stopped past their lease, and none had finished a chunk: is there too little memory,"
             " or a row that ends the process?",
         )
 
     def _died(self, shard: int) -> list[int]:
         """Numbers of earlier attempts that reported neither a result nor an error."""
-        failed = self._folder.failed(shard)
-        return [attempt for attempt in self._folder.attempts(shard) if attempt not in failed]
+        failed = self.folder.failed(shard)
+        return [attempt for attempt in self.folder.attempts(shard) if attempt not in failed]
 
-    # ---- one attempt
+    # ---- one stream
 
-    def _compute_attempt(self, known: ShardResult, lease: Lease) -> ShardResult:
-        plan, opened, shard = self._plan, self._opened, known.shard
-        part, name = plan.shards[shard], self._folder.attempt(shard, known.attempt)
+    def _compute(self, first: _Attempt) -> None:
+        """Compute a shard, and others after it as long as there are any for the same engine."""
         # where an attempt died without reporting why, a row may have ended it: the engine's own
         # workers find it, and it is rejected alone
-        engine = EngineConfig(workers=int(bool(self._died(shard))), hang=self._settings.engine.hang)
-        settings = self._settings.model_copy(update={"engine": engine})
-        rows, resumed = shard_file_path(self._store, part), self._resumed(shard)
-        began, cpu_s = time.monotonic(), _cpu_s()
-        self._store.journals.begin(name, plan.recipe, plan.partition, full=plan.full)
-        self._ending.attempt = partial(self._leave, name)
-        report = Report(name, self._store.name, "work")
-        left = part.rows - len(resumed.keys)
-        wanted = -(-plan.audited * left // max(1, sum(each.rows for each in plan.shards)))
-        sample = Sample(plan.view, left, wanted, extremes=opened.variant != REFERENCE)
-        chunks = Chunks(
-            self._store,
-            report,
-            opened,
-            plan.allowed,
-            plan.rows,
-            lease.check,
-            sample.draw,
-            self._golden(shard),
+        engine = EngineConfig(workers=int(first.died), hang=self._settings.engine.hang)
+        meter, line = Meter(), _Line(first, (lambda: None) if first.died else self._following)
+        self._alone, self._spent = max(0, self._alone - 1), _spent(meter)
+        runner = engine_of(self.opened, engine, meter)
+        stream = runner.stream(
+            line.windows(runner, self._settings, self.opened.columns),
+            hidden=HIDDEN,
+            memory_mb=self._settings.stream_mb,
         )
-        progress = _ShardProgress(self._folder, known, chunks, part.rows - left, self._check)
-        done = resumed.keys if resumed.chunks else None
-        read = partial(shard_batches, rows, plan.view.entity, done)
+        self._ending.attempt = line.leave_nothing
+        last = None
         try:
-            with self._watched(progress, engine):
-                chunks.compute(read, settings, progress)
-        except WorkEnded:
-            chunks.finish()
-            self._leave(name)
-            raise
-        except RejectedError as exc:
-            chunks.rejections.write()
-            rejected = [Finished(None, chunks.rejections.part)]
-            return replace(known, chunks=rejected, error=str(exc), kind=type(exc).__name__)
+            with self._watched(engine) as moved:
+                for batch, done in self._out_of(stream, line):
+                    moved()
+                    last = self._take(line, batch, done, meter)
+            # of an engine's own processes it is known now what they cost
+            stream.close()
+            if last is not None:
+                self._settle(line, last, meter)
+        finally:
+            left = line.close()
+            stream.close()
+            for attempt in left:
+                attempt.drop()
+            # the stages' threads leave what they freed in arenas of their own
+            give_back()
+
+    def _out_of(
+        self, stream: Iterator[tuple[pa.RecordBatch, Outcome]], line: _Line
+    ) -> Iterator[tuple[pa.RecordBatch, Outcome]]:
+        """What comes out of a stream. Where that fails, so has its shard; of several each is
+        computed again, alone, since it is not known whose rows they are."""
+        try:
+            yield from stream
+        except _FAILURES as exc:
+            attempts = [attempt for attempt in line.close() if not attempt.is_over]
+            if len(attempts) > 1:
+                log.warning("%d shards are computed again, each alone: %s", len(attempts), exc)
+                self._alone = len(attempts)
+            for attempt in attempts[: len(attempts) == 1]:
+                attempt.is_over = True
+                with self._failing(attempt.known):
+                    raise
+
+    def _take(
+        self, line: _Line, batch: pa.RecordBatch, done: Outcome, meter: Meter
+    ) -> _Attempt | None:
+        """Take what came out; returns the last shard of the stream once all of it is out."""
+        attempt = line.of(done)
+        if done.window == attempt.end:
+            if line.all_read and attempt is line.open[-1]:
+                return attempt
+            self._settle(line, attempt, meter)
+        elif not attempt.is_over:
+            with self._failing(attempt.known, attempt):
+                if attempt.take(batch, done):
+                    self._check()
+        return None
+
+    def _settle(self, line: _Line, attempt: _Attempt, meter: Meter) -> None:
+        """Record what came of an attempt whose rows are all out."""
+        if not attempt.is_over:
+            with self._failing(attempt.known, attempt):
+                if attempt.error is not None:
+                    raise attempt.error
+                self._note(self._result(attempt, meter))
+                attempt.is_over = True
+        line.leave(attempt)
+
+    def _result(self, attempt: _Attempt, meter: Meter) -> ShardResult:
+        chunks, sample, resumed = attempt.chunks, attempt.sample, attempt.resumed
+        chunks.finish()
         computed_at_us = [*resumed.computed_at, *chunks.computed_at]
+        # of the stream, since the shard before
+        before, self._spent = self._spent, _spent(meter)
+        spent = {name: round(much - before[name], 3) for name, much in self._spent.items()}
         return replace(
-            known,
+            attempt.known,
             chunks=[*resumed.chunks, *chunks.finished],
             rejected=chunks.rejections.count,
             computed_at=[min(computed_at_us), max(computed_at_us)] if computed_at_us else [],
             fits=chunks.fits or bool(resumed.chunks),
-            sample=self._sample(sample, known),
+            sample=self._sample(sample, attempt.known),
             sampled=sample.rows,
-            golden=self._written(chunks.golden, known),
-            seconds=round(time.monotonic() - began, 3),
-            cpu_s=round(_cpu_s() - cpu_s, 3),
-            model_s=round(report.stages_s.get("model", 0.0), 3),
+            golden=self._written(chunks.golden, attempt.known),
+            seconds=round(time.monotonic() - attempt.began, 3),
+            cpu_s=spent["cpu"],
+            model_s=spent["model"],
             peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-            engine=report.engine,
+            engine={"batches": spent["batches"], "retries": spent["retries"]},
         )
 
     @contextlib.contextmanager
-    def _watched(self, progress: _ShardProgress, engine: EngineConfig) -> Iterator[None]:
-        """End the process where its model hands nothing on for ``engine.hang``: its lease is
-        renewed all the same, and all others would wait for it for ever. The shard's next attempt
-        has a process for the model, and rejects the row that it hangs at."""
-        over, opened = threading.Event(), self._opened
-        own = not engine.workers and opened.gpu is None
-        if not own or is_in_run_process(opened.model):
-            yield
+    def _watched(self, engine: EngineConfig) -> Iterator[Callable[[], None]]:
+        """A watch on the model where that computes here, and what is called when rows come out. The
+        next attempt has a process for the model, and rejects the row that it hangs at."""
+        own = not engine.workers and self.opened.gpu is None
+        if not own or is_in_run_process(self.opened.model):
+            yield lambda: None
             return
-
-        def watch() -> None:
-            while not over.wait(min(1.0, engine.hang / 4)):
-                if time.monotonic() > progress.moved + engine.hang:
-                    log.error(
-                        "no batch was finished for %.0f s: the model hangs; ending this worker",
-                        engine.hang,
-                    )
-                    release_leases()
-                    os._exit(1)
-
-        thread = threading.Thread(target=watch, name="hang", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
+        with _Watch(engine.hang, f"finished no batch for {engine.hang:.3g} s") as watch:
+            yield watch.moved
 
     def _chunks(self, attempt: str) -> list[Finished]:
-        return self._store.journals.chunks(attempt, self._plan.recipe, self._plan.partition)
-
-    def _leave(self, attempt: str) -> None:
-        """Leave nothing of an attempt that has no chunk: it must not be taken for one that a row
-        ended."""
-        if not self._chunks(attempt):
-            self._store.journals.end(attempt)
+        return self.store.journals.chunks(attempt, self.plan.recipe, self.plan.partition)
 
     def _resumed(self, shard: int) -> _Resumed:
         """Computed rows of earlier attempts; rejected ones are few, and computed again."""
         found = [
             Finished(chunk.part, None)
-            for attempt in self._folder.attempts(shard)
-            for chunk in self._chunks(self._folder.attempt(shard, attempt))
+            for attempt in self.folder.attempts(shard)
+            for chunk in self._chunks(self.folder.attempt(shard, attempt))
             if chunk.part is not None
         ]
-        entity, resumed = list(self._plan.view.entity), _Resumed()
-        for chunk in self._store.journals.whole(self._store.journals.here(found)):
+        entity, resumed = list(self.plan.view.entity), _Resumed()
+        for chunk in self.store.journals.whole(self.store.journals.here(found)):
             assert chunk.part is not None
-            path = self._store.folder / chunk.part.path
+            path = self.store.folder / chunk.part.path
             with parsing(path, "run the view again"):
                 table = pq.read_table(path, columns=[*entity, "computed_at"])
             keys = key_column(table, entity)
@@ -457,27 +693,66 @@ class _Worker:
                 resumed.add(chunk, keys, table.column("computed_at"))
         return resumed
 
-    def _golden(self, shard: int) -> GoldenRows:
+    def golden(self, shard: int) -> GoldenRows:
         """Those that are computed among the rows of a shard; each attempt computes them anew."""
-        part = self._plan.golden if shard == 0 else None
-        inputs = None if part is None else read_shard_table(shard_file_path(self._store, part))
-        return GoldenRows(self._plan.view, inputs)
+        part = self.plan.golden if shard == 0 else None
+        inputs = None if part is None else read_shard_table(shard_file_path(self.store, part))
+        return GoldenRows(self.plan.view, inputs)
 
     def _written(self, golden: GoldenRows, known: ShardResult) -> Part | None:
         if not golden.computed.num_rows:
             return None
         name = f"golden-{known.attempt}"
         try:
-            return write_shard_table(self._store, self._folder.name, name, golden.computed)
+            return write_shard_table(self.store, self.folder.name, name, golden.computed)
         except OSError as exc:
-            raise SnapshotError(disk_message(self._folder.folder, exc)) from exc
+            raise SnapshotError(disk_message(self.folder.folder, exc)) from exc
 
     def _sample(self, sample: Sample, known: ShardResult) -> Part | None:
-        path = self._folder.folder / f"sample-{known.shard:05d}-{known.attempt}.arrow"
+        path = self.folder.folder / f"sample-{known.shard:05d}-{known.attempt}.arrow"
         try:
-            return part_of(self._store, path, sample.rows) if sample.write(path) else None
+            return part_of(self.store, path, sample.rows) if sample.write(path) else None
         except OSError as exc:
             raise SnapshotError(disk_message(path, exc)) from exc
+
+
+class _Watch:
+    """Ends this process where nothing moves for so long, not counting how long it was stopped
+    itself: its leases are renewed all the same, and all others would wait for it for ever.
+
+    Args:
+        limit_s: how long.
+        why: what the log says then, as the end of a sentence.
+    """
+
+    def __init__(self, limit_s: float, why: str) -> None:
+        self._limit_s, self._why = limit_s, why
+        self._over, self._moved_at = threading.Event(), time.monotonic()
+        self._thread = threading.Thread(target=self._look, name="hang", daemon=True)
+
+    def moved(self) -> None:
+        """Something has moved."""
+        self._moved_at = time.monotonic()
+
+    def __enter__(self) -> _Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        tick_s, looked_at = min(1.0, self._limit_s / 4), time.monotonic()
+        while not self._over.wait(tick_s):
+            now = time.monotonic()
+            # this process, or the machine: the model is not to blame
+            self._moved_at += max(0.0, now - looked_at - tick_s)
+            looked_at = now
+            if now > self._moved_at + self._limit_s:
+                log.error("this worker %s, and ends itself", self._why)
+                release_leases()
+                os._exit(1)
 
 
 @dataclass(slots=True)
@@ -497,45 +772,6 @@ class _Resumed:
         self.chunks.append(chunk)
         self.keys = pa.concat_arrays([self.keys, keys])
         self.computed_at = [min(computed_at_us), max(computed_at_us)]
-
-
-class _ShardProgress(Progress):
-    """Beats while a shard is computed, and looks whether the worker is to end."""
-
-    def __init__(
-        self,
-        folder: ShardFolder,
-        known: ShardResult,
-        chunks: Chunks,
-        resumed: int,
-        check: Callable[[], None],
-    ) -> None:
-        self._folder, self._chunks, self._check = folder, chunks, check
-        self._beat = WorkerProgress(known.worker, known.shard, resumed, resumed)
-        self._resumed, self._last = resumed, -math.inf
-        self.moved = time.monotonic()
-        """When rows were handed on last."""
-
-    def begin(self, what: str, total: int) -> None:
-        """Show nothing."""
-
-    def advance(self, rows: int, retried: int = 0) -> None:
-        self.moved = time.monotonic()
-        self._beat = replace(
-            self._beat,
-            computed=self._beat.computed + rows,
-            recorded=self._resumed + self._chunks.recorded,
-            rejected=self._chunks.rejections.count,
-            reasons=self._chunks.rejections.reasons(),
-            fits=self._chunks.fits,
-        )
-        if time.monotonic() - self._last >= BEAT_S:
-            self._folder.beat(self._beat)
-            self._last = time.monotonic()
-            self._check()
-
-    def end(self) -> None:
-        """Show nothing: the shard's result says that it ended."""
 
 
 def _open(project: Project, store: ViewStore, plan: ShardPlan) -> OpenModel:
@@ -582,3 +818,14 @@ def _cpu_s() -> float:
     """CPU seconds of this process and of its children that ended."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(one.ru_utime + one.ru_stime for one in used)
+
+
+def _spent(meter: Meter) -> dict[str, float]:
+    """CPU seconds of this process and of its children that ended, seconds of the model, and batches
+    of a stream."""
+    return {
+        "cpu": _cpu_s(),
+        "model": meter.stage("model").busy_s,
+        "batches": meter.batches,
+        "retries": meter.retries,
+    }

@@ -14,6 +14,7 @@ from typing import Any
 
 from precompute.jobs.run.shards.launcher import WorkerExit, WorkerRequest
 from precompute.store.errors import ConfigError, PrecomputeError
+from precompute.workers.process import end_in_words
 
 REACHED_S = 5.0
 """How long the cluster's address is tried."""
@@ -97,9 +98,7 @@ class RayLauncher:
         actor, _ = self._actors.pop(done)
         try:
             status, words = self._ray.get(done)
-            ended = WorkerExit(
-                status, f"exited with status {status}" + (f": {words}" if words else "")
-            )
+            ended = WorkerExit(status, end_in_words(status) + (f": {words}" if words else ""))
         except self._errors.RayActorError as exc:
             ended = WorkerExit(None, f"is gone, with its actor or its node ({_line(exc)})")
         except self._errors.RayError as exc:
