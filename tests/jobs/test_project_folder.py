@@ -13,7 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from precompute.jobs.cli import main
-from precompute.jobs.schedule.scheduler import reconcile_command, run_command
+from precompute.jobs.schedule.reconciler import reconcile_command
+from precompute.jobs.schedule.scheduler import run_command
 from precompute.model import digest
 from precompute.sources.source import Source
 from precompute.store.errors import ConfigError, SourceError

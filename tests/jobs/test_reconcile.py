@@ -20,7 +20,8 @@ import yaml
 from precompute.jobs.run.command_process import Silent
 from precompute.jobs.run.publisher import Publisher
 from precompute.jobs.run.rollback import reconcile
-from precompute.jobs.schedule.scheduler import Reconciler, Scheduler
+from precompute.jobs.schedule.reconciler import Reconciler
+from precompute.jobs.schedule.scheduler import Scheduler
 from precompute.store.account.account import read_account, write_account
 from precompute.store.account.checker import DEGRADED as HEALED
 from precompute.store.account.checker import check_live

@@ -11,20 +11,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
-from apscheduler.job import Job
-from apscheduler.schedulers.background import BackgroundScheduler
 
 import precompute.jobs.schedule.scheduler
 from precompute.jobs.config.project import Project
 from precompute.jobs.config.schedule import last_fire
-from precompute.jobs.schedule.due import LEADER, Decision, Ledger
+from precompute.jobs.schedule.due import LEADER, Ledger
 from precompute.jobs.schedule.scheduler import Scheduler
 from precompute.store.disk.lease import holder, is_held
+from precompute.store.disk.storage import identity_of
 from precompute.store.times import iso
 from tests import REPOSITORY
 from tests.fixtures import MakeProject
@@ -60,7 +59,7 @@ report() {  # a run's report, with the status given
     mkdir -p $ROOT/$VIEW/runs $ROOT/$VIEW/notes/running
     if [ $1 = running ]; then touch $ROOT/$VIEW/notes/running/$ID; fi
     sealed "$(printf '{"command": "run", "due": "%s", "finished_at": "%s", "format": 3, "parents": {%s}, "partition": null, "pid": %s, ' \\
-        $DUE $(now) "$(known)" $$; printf '"run": "%s", "started_at": "%s", "status": "%s", "view": "%s"}' $ID $BEGAN $1 $VIEW)" \\
+        $DUE $(now) "$(known)" $$; printf '"run": "%s", "started_at": "%s", "status": "%s", "untold": true, "view": "%s"}' $ID $BEGAN $1 $VIEW)" \\
         > $ROOT/$VIEW/tmp
     mv $ROOT/$VIEW/tmp $ROOT/$VIEW/runs/$ID.json
 }
@@ -86,6 +85,7 @@ class Running:
     def __init__(self, project: Scene, shell: dict[str, str], folder: Path) -> None:
         self.log, self.said = folder / "log", list[str]()
         self.log.touch()
+        identity_of(project.root)
         self.project, self.store = project, project.offline
         self.scheduler = Scheduler(project, command=self._command, announce=self.said.append)
         self._shell = shell
@@ -114,7 +114,7 @@ class Running:
     def make_due(self, *views: str) -> None:
         """Let the last leap day be missed by views with that line."""
         for view in views:
-            Ledger(self.project, self.store).settle(view, LONG_AGO)
+            Ledger(self.project, self.store).see(view, LONG_AGO)
 
     def statuses(self, view: str) -> list[str]:
         """Of the view's runs, the newest first."""
@@ -218,13 +218,13 @@ def test_times_count_from_when_a_scheduler_first_saw_a_line(
 @pytest.mark.parametrize(
     ("shell", "outcome", "status"),
     [
-        ("exit 1", "failed with status 1", "failed"),
+        ("exit 1", "exited with status 1", "failed"),
         (
             "report rejected; exit 3",
             "not published: rows were rejected, or a gate refused",
             "rejected",
         ),
-        ("report running; kill -SEGV $$", "killed by signal 11", "killed"),
+        ("report running; kill -SEGV $$", r"was ended by signal 11 \(SIGSEGV\)", "killed"),
     ],
 )
 def test_after_a_failure_nothing_follows_it_shows_and_the_others_go_on(
@@ -244,7 +244,7 @@ def test_after_a_failure_nothing_follows_it_shows_and_the_others_go_on(
     (report,) = schedule.store.view("numbers").runs.reports()
     assert (report.status, report.due) == (status, LEAP_DAY)
     if "report" not in shell:
-        assert report.error == f"{outcome}, and left no report; its output shows more"
+        assert report.error == f"it {outcome}, and left no report; its output shows more"
 
 
 def test_each_attempt_that_leaves_no_report_counts(running: MakeRunning) -> None:
@@ -265,13 +265,11 @@ def test_one_run_of_a_view_at_a_time_and_different_views_side_by_side(running: M
     schedule = running(views, ["numbers", "b", "slow"])
     schedule.await_said("b: done after .*", "numbers: started .*")
     eventually(lambda: "slow" in schedule.ran())
-    due = Decision("run", "by hand", datetime(2026, 1, 1, tzinfo=UTC))
-    assert not schedule.scheduler.start("numbers", due)
     time.sleep(0.3)
     assert sorted(schedule.ran()) == ["b", "numbers", "slow"]
 
 
-def test_a_bad_configuration_is_not_tried_again_nor_after_a_restart(running: MakeRunning) -> None:
+def test_a_bad_configuration_is_not_tried_again_while_it_is_the_same(running: MakeRunning) -> None:
     schedule = running(
         {"numbers": (RARELY, DONE), "b": ("after numbers", f"{NOTE}; exit 2")}, ["numbers"]
     )
@@ -280,7 +278,7 @@ def test_a_bad_configuration_is_not_tried_again_nor_after_a_restart(running: Mak
     time.sleep(0.3)
     schedule.stop()
     again = Running(schedule.project, schedule._shell, schedule.log.parent)
-    again.start().await_said("b: after numbers: was given up.*")
+    again.start().await_said("b: new: numbers, its configuration cannot be used: .*")
     time.sleep(0.3)
     again.stop()
     assert again.ran() == ["numbers", "b"]
@@ -302,70 +300,48 @@ def test_a_command_that_cannot_be_started_counts_and_stops_nothing(
     assert schedule.statuses("numbers") == ["published", "failed"]
 
 
-def test_a_run_without_a_thread_to_watch_it_is_ended_and_tried_again(
+def test_a_run_that_no_thread_is_left_for_begins_later(
     running: MakeRunning, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    line = {"at": RARELY, "retry_after": "1s"}
-    schedule = running({"numbers": (line, f"sleep 0.3; {DONE}")}, ["numbers"], start=False)
+    schedule = running({"numbers": (RARELY, DONE)}, ["numbers"], start=False)
     start, failed = threading.Thread.start, list[str]()
 
     def none_left(thread: threading.Thread) -> None:
-        if thread.name == "run-numbers" and not failed:
+        if thread.name.startswith("ThreadPoolExecutor") and not failed:
             failed.append(thread.name)
             raise RuntimeError("can't start new thread")
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", none_left)
-    schedule.start().await_said(
-        "numbers: cannot be started: can't start new thread", "numbers: done after .*"
+    schedule.start().await_said("numbers: done after .*")
+    assert (len(failed), schedule.ran(), schedule.statuses("numbers")) == (
+        1,
+        ["numbers"],
+        ["published"],
     )
-    assert schedule.statuses("numbers") == ["published", "killed"]
-
-
-def test_a_run_without_a_thread_that_reported_has_one_report(
-    running: MakeRunning, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    schedule = running({"numbers": (RARELY, DONE)}, ["numbers"], start=False)
-    start = threading.Thread.start
-
-    def too_late(thread: threading.Thread) -> None:
-        if thread.name == "run-numbers":
-            eventually(lambda: schedule.statuses("numbers") == ["published"])
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", too_late)
-    schedule.start().await_said("numbers: cannot be started: can't start new thread")
-    schedule.stop()
-    assert schedule.statuses("numbers") == ["published"]
 
 
 def test_a_failure_that_cannot_be_written_down_holds_the_view_off(running: MakeRunning) -> None:
     schedule = running(
-        {"numbers": (RARELY, f"{NOTE}; exit 1"), "b": (RARELY, DONE)}, ["numbers"], start=False
+        {"numbers": (RARELY, f"{NOTE}; exit 1"), "b": (RARELY, DONE)}, ["numbers", "b"], start=False
     )
     (schedule.project.root / "numbers" / "runs").touch()  # where the folder should be
-    schedule.start().await_said("numbers: cannot write .*runs.*")
-    schedule.make_due("b")
-    schedule.await_said("b: done after .*")
+    schedule.start().await_said("numbers: cannot write .*runs.*", "b: done after .*")
     time.sleep(0.3)
-    assert schedule.ran() == ["numbers", "b"]
+    assert sorted(schedule.ran()) == ["b", "numbers"]
 
 
 def test_a_damaged_file_of_one_view_is_reported_once_and_others_go_on(running: MakeRunning) -> None:
     schedule = running(
         {"numbers": (RARELY, DONE), "b": ("after numbers", DONE), "c": (RARELY, DONE)},
-        ["c"],
+        ["c", "numbers"],
         start=False,
     )
     path = schedule.project.root / "numbers" / "log" / f"{1:020d}.json"
     path.parent.mkdir(parents=True)
     path.write_text("{torn")
-    schedule.start().await_said("b: .*1.json is damaged.*", "c: done after .*")
-    time.sleep(0.3)
+    schedule.start().await_said("b: .*1.json is damaged.*", "c: done after .*", "b: done after .*")
     assert len([line for line in schedule.said if "damaged" in line]) == 1
-    schedule.make_due("numbers")
-    schedule.await_said("b: done after .*")
 
 
 def _alive(pid: int) -> bool:
@@ -384,8 +360,9 @@ def test_stop_ends_all_processes_and_begins_nothing_more(running: MakeRunning) -
     assert is_held(schedule.project.root / ".scheduler", LEADER)
     schedule.stop()
     eventually(lambda: not any(map(_alive, pids)))
-    schedule.await_said("numbers: stopping", "numbers: killed by signal 15 after .*")
-    assert not schedule.scheduler.start("numbers", Decision("run", "by hand", LONG_AGO))
+    schedule.await_said(
+        "numbers: stopping", r"numbers: was ended by signal 15 \(SIGTERM\) after .*"
+    )
     assert len(schedule.ran()) == 2
     assert [(r.status, r.error) for r in schedule.store.view("numbers").runs.reports()] == [
         ("killed", "killed: the scheduler was stopped")
@@ -405,7 +382,7 @@ def test_a_run_past_its_deadline_is_ended_with_its_children(
     eventually(lambda: len(schedule.ran()) == 2)
     pids = [int(word) for word in schedule.ran()]
     schedule.await_said(
-        r"numbers: killed by signal 9 \(its deadline of 1 s passed\) after .*",
+        r"numbers: was ended by signal 9 \(SIGKILL\) \(its deadline of 1 s passed\) after .*",
         "numbers: done after .*",
     )
     eventually(lambda: not any(map(_alive, pids)))
@@ -433,37 +410,6 @@ def test_a_run_begun_in_the_moment_of_stopping_is_ended_with_the_others(
     eventually(lambda: not any(_alive(int(word)) for word in schedule.ran() if word.isdigit()))
 
 
-# ---- ticks
-
-
-def test_a_clock_set_back_silences_neither_the_ticks_nor_the_checks(
-    running: MakeRunning, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """APScheduler would wait for the time it had in mind."""
-    jobs_seen: list[Job] = []
-    plain = BackgroundScheduler.add_job
-
-    def remembered(self: Any, *args: Any, **kwargs: Any) -> Job:
-        jobs_seen.append(plain(self, *args, **kwargs))
-        return jobs_seen[-1]
-
-    monkeypatch.setattr(BackgroundScheduler, "add_job", remembered)
-    schedule = running({"numbers": (RARELY, DONE)})
-    # the second one checks what is live every minute
-    for job in jobs_seen:
-        job.modify(next_run_time=datetime.now(UTC) + timedelta(hours=1))
-    schedule.make_due("numbers")
-    schedule.await_said("numbers: done after .*")
-    eventually(lambda: jobs_seen[1].next_run_time < datetime.now(UTC) + timedelta(seconds=61))
-
-
-def test_a_clock_set_forward_is_one_tick_and_not_one_for_every_second() -> None:
-    trigger = precompute.jobs.schedule.scheduler._Every(7.0)
-    now = datetime(2026, 1, 1, tzinfo=UTC)
-    for before in (None, now - timedelta(days=365)):
-        assert trigger.get_next_fire_time(before, now) == now + timedelta(seconds=7)
-
-
 # ---- the real thing
 
 
@@ -475,6 +421,7 @@ class Process:
     """``precompute schedule``, and the lines it has said."""
 
     def __init__(self, project: Scene) -> None:
+        identity_of(project.root)
         self.popen = subprocess.Popen(
             _command(project),
             cwd=REPOSITORY,
@@ -554,7 +501,7 @@ def test_real_views_run_for_their_missed_time_and_after_each_other(
         views={"twice": twice},
     )
     store = project.offline
-    Ledger(project, store).settle("numbers", LONG_AGO)
+    Ledger(project, store).see("numbers", LONG_AGO)
     schedule = process(project)
     schedule.await_said("twice: done after .*")
     assert schedule.end(signal.SIGTERM)[0] == 0
@@ -586,7 +533,7 @@ def test_a_killed_leaders_run_is_looked_after_by_the_next_one(
 
     project = slow([(1, 1.0)], "1h")
     store, runs = project.offline, project.store.runs
-    Ledger(project, store).settle("numbers", LONG_AGO)
+    Ledger(project, store).see("numbers", LONG_AGO)
     first = process(project)
     eventually(lambda: [r.status for r in runs.reports()] == ["running"])
     (report,) = runs.reports()
@@ -621,7 +568,7 @@ def test_a_stopped_scheduler_loses_the_lead_and_stands_by_when_it_wakes(
     leader = holder(project.root / ".scheduler", LEADER)
     assert leader is not None
     assert leader.pid == second.popen.pid
-    Ledger(project, store).settle("numbers", LONG_AGO)
+    Ledger(project, store).see("numbers", LONG_AGO)
     second.await_said("numbers: done after .*")
     assert [r.status for r in store.view("numbers").runs.reports()] == ["published"]
     assert not any("started" in line for line in first.said)
