@@ -154,7 +154,7 @@ def _check_root(project: Project, options: RunOptions) -> None:
     """
     if options.root is None:
         identity_of(project.root)
-    elif options.root != known_identity(project.root):
+    elif not options.root or options.root != known_identity(project.root):
         raise ConflictError(
             f"{project.root} is not the root {options.root} that the scheduler began this run for;"
             " nothing was begun. Is its disk mounted?"

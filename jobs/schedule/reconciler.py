@@ -155,7 +155,7 @@ class Reconciler:
                 end_all([process], STOP_GRACE_S)
         if not process.status:
             return None
-        return f"it could not be brought back: that {process.how_it_ended()}; its output shows more"
+        return f"it could not be brought back ({process.how_it_ended()}); its output shows more"
 
     def _report(self, view: str, text: str, always: bool = False) -> None:
         """Announce a message, unless it is the same as the last one."""

@@ -1,11 +1,10 @@
 """Scheduler: begins the runs that are due, ends those that take too long, and tells how each ended.
 The seam to APScheduler, which only runs what is begun: its pool, one job of a view, an orderly end.
 
-What is due is computed each second by the monotonic clock (:mod:`precompute.jobs.schedule.due`): it
-makes no difference which scheduler looks, or for how long none did. Of several on one root the
-holder of a lease acts. Each run is a process of its own, one of a view at a time; it outlives a
-scheduler that is killed, and ends itself at its deadline. What lies where the root should be and
-is another folder, such as the empty one below a disk that is not mounted, is never begun anew."""
+What is due is computed each second (:mod:`precompute.jobs.schedule.due`): it makes no difference
+which scheduler looks, or for how long none did; of several the holder of a lease acts. Each run is
+a process of its own; it outlives a scheduler that is killed, and ends itself at its deadline. A
+folder that is not the root, as below a disk that is not mounted, is never begun anew."""
 
 from __future__ import annotations
 
@@ -57,7 +56,7 @@ def run_command(project: Project, view: str, due: str) -> list[str]:
     """The command line that runs a view for a time of its schedule, ISO 8601 in UTC: it ends itself
     at the view's deadline, and wherever its root is not this one."""
     deadline_s = project.schedules()[view].deadline_s + STOP_GRACE_S
-    command = [*installed_module("precompute.jobs.run.scheduled_run"), str(deadline_s)]
+    command = [*installed_module("precompute.jobs.scheduled_run"), str(deadline_s)]
     command += ["-c", str(project.folder), "run", view, "--due", due]
     return [*command, "--root", known_identity(project.root)]
 

@@ -565,7 +565,7 @@ def test_a_backfill_hides_no_run_of_the_schedule(ledger: Ledger, make_project: M
     assert ledger.decision("numbers", at(6, 4)).state == "idle"
 
 
-def test_a_decision_stands_until_reports_its_time_or_the_clock_say_otherwise(
+def test_a_decision_stands_until_a_report_its_time_or_the_clock_ends_it(
     ledger: Ledger, make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, decided_at = make_project().store, list[datetime]()

@@ -347,7 +347,7 @@ def test_what_cannot_be_brought_back_is_tried_again_later_and_later(
     assert len(announced) == 2
     assert (
         announced[1]
-        == "numbers: it could not be brought back (exit status 1); its output shows more; once more in 2 min"
+        == "numbers: it could not be brought back (exited with status 1); its output shows more; once more in 2 min"
     )
     reconciler._attempts["numbers"], reconciler._not_before["numbers"] = 5000, 0.0
     reconciler.check()

@@ -21,9 +21,10 @@ import precompute.jobs.schedule.scheduler
 from precompute.jobs.config.project import Project
 from precompute.jobs.config.schedule import last_fire
 from precompute.jobs.schedule.due import LEADER, Ledger
-from precompute.jobs.schedule.scheduler import Scheduler
+from precompute.jobs.schedule.scheduler import DIED, Scheduler, run_command
 from precompute.store.disk.lease import holder, is_held
 from precompute.store.disk.storage import identity_of
+from precompute.store.errors import ConflictError
 from precompute.store.times import iso
 from tests import REPOSITORY
 from tests.fixtures import MakeProject
@@ -131,6 +132,18 @@ class Running:
             ]
 
         eventually(lambda: not missing(), lambda: f"{missing()} not in {self.said}")
+
+
+def telling(folder: Path) -> list[str]:
+    """A ``notify`` command that notes what it is told in a folder, which :func:`told` reads."""
+    line = 'echo "$NOTIFY_VIEW $NOTIFY_STATUS: $NOTIFY_ERROR" >> "$0"'
+    return ["/bin/sh", "-c", line, str(folder / "told")]
+
+
+def told(folder: Path) -> list[str]:
+    """What was told so far."""
+    path = folder / "told"
+    return path.read_text().splitlines() if path.exists() else []
 
 
 MakeRunning = Callable[..., Running]
@@ -410,6 +423,156 @@ def test_a_run_begun_in_the_moment_of_stopping_is_ended_with_the_others(
     eventually(lambda: not any(_alive(int(word)) for word in schedule.ran() if word.isdigit()))
 
 
+# ---- a clock that is wrong, a configuration, a root
+
+
+def test_a_run_of_a_wrong_clock_is_marked_and_its_time_run_for_again(running: MakeRunning) -> None:
+    schedule = running({"numbers": (RARELY, DONE)}, start=False)
+    right, wrong = datetime(2026, 6, 1, tzinfo=UTC), datetime(2028, 3, 1, tzinfo=UTC)
+    clock, want = [right], list[tuple[str | None, bool]]()
+    schedule.scheduler.clock = lambda: clock[0]
+    schedule.start().await_said("numbers: next at 2028-02-29 .*")
+
+    def runs() -> list[tuple[str | None, bool]]:
+        return [(r.due, r.ahead) for r in schedule.store.view("numbers").runs.reports()]
+
+    for now, expected in (
+        (wrong, [False]),
+        (right, [True]),
+        (wrong, [False, True]),
+    ):
+        clock[0] = now
+        want[:] = [("2028-02-29T00:00:00Z", ahead) for ahead in expected]
+        eventually(lambda: runs() == want, lambda: f"{runs()} {schedule.said}")
+    # set right by two hours, a fixed hour comes once
+    for day, hour in ((28, 22), (29, 1)):
+        clock[0] = datetime(2028, 2, day, hour, tzinfo=UTC)
+        time.sleep(0.3)
+    assert len(runs()) == 2
+
+
+def test_each_end_of_a_run_is_told_once_with_its_cause(
+    running: MakeRunning, tmp_path: Path
+) -> None:
+    shells = {
+        "done": DONE,
+        "failed": "report running; exit 1",
+        "killed": "kill -KILL $$",
+        "vanished": "report running; kill -KILL $$",
+        "refused": "exit 2",
+    }
+    views = {name: ({"at": RARELY, "retries": 0}, shell) for name, shell in shells.items()}
+    schedule = running({"numbers": (RARELY, DONE)} | views, list(shells), notify=telling(tmp_path))
+    killed = "it was ended by signal 9 (SIGKILL)"
+    expected = [
+        "done published: ",
+        "failed killed: killed: it exited with status 1",
+        f"killed killed: killed: {killed}",
+        "refused refused: its output shows what is wrong",
+        f"vanished killed: killed: {killed}",
+    ]
+    eventually(lambda: sorted(told(tmp_path)) == expected, lambda: f"{told(tmp_path)}")
+    time.sleep(0.3)
+    schedule.stop()
+    again = Running(schedule.project, schedule._shell, tmp_path).start()
+    time.sleep(0.3)
+    again.stop()
+    assert sorted(told(tmp_path)) == expected
+
+
+def test_a_configuration_broken_at_the_hour_is_run_once_it_is_mended(
+    running: MakeRunning, tmp_path: Path
+) -> None:
+    schedule = running(
+        {"numbers": (RARELY, "")}, ["numbers"], start=False, notify=telling(tmp_path)
+    )
+    schedule.scheduler.command = run_command
+    path = schedule.project.folder / "project.yaml"
+    right = path.read_bytes()
+    path.write_bytes(right + b"rooot: here\n")
+    schedule.start().await_said(
+        "numbers: refused: bad configuration after .*",
+        rf"numbers: {re.escape(SINCE)}, its configuration cannot be used: .*rooot.*",
+    )
+    assert schedule.statuses("numbers") == ["refused"]
+    path.write_bytes(right)
+    schedule.await_said("numbers: done after .*")
+    assert schedule.statuses("numbers") == ["published", "refused"]
+    assert [line.partition(": ")[0] for line in told(tmp_path)] == [
+        "numbers refused",
+        "numbers published",
+    ]
+    assert "rooot" in told(tmp_path)[0]
+
+
+def test_a_root_that_is_not_there_is_never_begun_anew(running: MakeRunning, tmp_path: Path) -> None:
+    """Before the scheduler, below it, and while a run goes on."""
+    shell = f"{NOTE}; while [ ! -e $LOG.go ]; do sleep 0.05; done; {DONE}"
+    schedule = running({"numbers": (RARELY, shell)}, start=False, notify=telling(tmp_path))
+    root, away = schedule.project.root, tmp_path / "away"
+
+    def unmount() -> None:
+        root.rename(away)
+        root.mkdir()
+
+    def mount() -> None:
+        root.rmdir()  # nothing was written there
+        away.rename(root)
+
+    unmount()
+    schedule.start()
+    wrong = f"standing by: {root} is not the root, or nothing was ever run there: .*"
+    schedule.await_said(wrong)
+    mount()
+    schedule.await_said("numbers: next at .*")
+    schedule.scheduler.clock = lambda: datetime(2028, 3, 1, tzinfo=UTC)
+    eventually(lambda: schedule.ran() == ["numbers"])
+    unmount()
+    eventually(lambda: len([line for line in schedule.said if re.fullmatch(wrong, line)]) == 2)
+    other = identity_of(root)
+    schedule.await_said(rf"standing by: {root} is another root \({other}\) than before .*")
+    for path in root.iterdir():
+        path.unlink()
+    mount()
+    schedule.await_said("scheduler: acting now")
+    (tmp_path / "log.go").touch()
+    schedule.await_said("numbers: done after .*")
+    eventually(lambda: len(told(tmp_path)) == 4, lambda: f"{told(tmp_path)}")
+    assert [line.partition(" is ")[0] for line in told(tmp_path)] == [
+        *[f" failed: standing by: {root}"] * 3,
+        "numbers published: ",
+    ]
+
+
+def test_a_run_for_another_root_begins_nothing(make_project: MakeProject) -> None:
+    project = make_project([(1, 1.0)])
+    with pytest.raises(ConflictError, match="is not the root 123 that the scheduler"):
+        project.run(due=LEAP_DAY, root="123")
+    assert not project.root.exists()
+    project.run()
+    project.run(due=LEAP_DAY, root=identity_of(project.root))
+    assert [r.due for r in project.store.runs.reports()] == [LEAP_DAY, None]
+
+
+# ---- the process of a run
+
+
+def test_a_run_has_its_deadline_from_its_first_line_on_and_leaves_nothing(tmp_path: Path) -> None:
+    """Whatever became of its scheduler."""
+    os.mkfifo(tmp_path / "project.yaml")  # it waits for somebody to write there
+    began = f"{sys.executable} -P -m precompute.jobs.scheduled_run 1 -c {tmp_path} run v"
+    with subprocess.Popen(
+        ["/bin/sh", "-c", f"sleep 300 & echo $!; exec {began} --due {LEAP_DAY} --root 1"],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as popen:
+        assert popen.stdout is not None
+        child = int(popen.stdout.readline())
+        assert popen.wait(20) == -signal.SIGALRM
+        eventually(lambda: not _alive(child))
+
+
 # ---- the real thing
 
 
@@ -516,47 +679,46 @@ def test_real_views_run_for_their_missed_time_and_after_each_other(
     }
 
 
-def test_a_killed_leaders_run_is_looked_after_by_the_next_one(
-    make_project: MakeProject, process: Callable[[Scene], Process]
+def test_a_killed_schedulers_run_goes_on_and_the_next_one_tells_its_end(
+    make_project: MakeProject, process: Callable[[Scene], Process], tmp_path: Path
 ) -> None:
-    """With the deadline that it has by then, after which it counts as tried."""
-
-    def slow(rows: list[tuple[int, float]] | None, deadline: str) -> Scene:
-        return make_project(
-            rows,
-            view={"model": {"use": "tests.models:Doubler", "args": {"sleep_s": 60}}},
-            project={
-                "schedule": {"numbers": {"at": RARELY, "deadline": deadline, "retries": 0}},
-                "lease": "2s",
-            },
-        )
-
-    project = slow([(1, 1.0)], "1h")
+    project = make_project(
+        [(1, 1.0)],
+        view={"model": {"use": "tests.models:Doubler", "args": {"sleep_s": 60}}},
+        project={
+            "schedule": {"numbers": {"at": RARELY, "retries": 0}},
+            "lease": "2s",
+            "notify": telling(tmp_path),
+        },
+    )
     store, runs = project.offline, project.store.runs
     Ledger(project, store).see("numbers", LONG_AGO)
     first = process(project)
     eventually(lambda: [r.status for r in runs.reports()] == ["running"])
     (report,) = runs.reports()
-    second = process(slow(None, "1s"))
+    second = process(project)
     second.await_said("standing by: another one acts .*")
-    assert _alive(report.pid)
     first.kill()
-    second.await_said("scheduler: acting now")
-    second.await_said(rf"numbers: goes on, started by another scheduler \(process {report.pid}\)")
-    second.await_said(r"numbers: ended \(its deadline of 1 s passed\) after .*")
-    assert not _alive(report.pid)
+    second.await_said("numbers: runs now")
+    assert _alive(report.pid)
+    os.killpg(report.pid, signal.SIGKILL)
+    eventually(lambda: told(tmp_path) != [])
     second.end(signal.SIGTERM)
     assert [(r.run, r.status, r.error) for r in runs.reports()] == [
-        (report.run, "killed", "killed: its deadline of 1 s passed")
+        (report.run, "killed", f"killed: {DIED}")
     ]
+    assert told(tmp_path) == [f"numbers killed: killed: {DIED}"]
     assert not any("started (" in line for line in second.said)
 
 
 def test_a_stopped_scheduler_loses_the_lead_and_stands_by_when_it_wakes(
     make_project: MakeProject, process: Callable[[Scene], Process]
 ) -> None:
-    project = make_project([(1, 1.0)], project={"schedule": {"numbers": RARELY}, "lease": "1s"})
-    store = project.offline
+    project = make_project(
+        [(1, 1.0)],
+        project={"schedule": {"numbers": RARELY, "b": "after numbers"}, "lease": "1s"},
+        views={"b": BASE},
+    )
     first = process(project)
     first.await_said("numbers: next at .*")
     second = process(project)
@@ -568,7 +730,7 @@ def test_a_stopped_scheduler_loses_the_lead_and_stands_by_when_it_wakes(
     leader = holder(project.root / ".scheduler", LEADER)
     assert leader is not None
     assert leader.pid == second.popen.pid
-    Ledger(project, store).see("numbers", LONG_AGO)
-    second.await_said("numbers: done after .*")
-    assert [r.status for r in store.view("numbers").runs.reports()] == ["published"]
+    project.run()
+    second.await_said("b: done after .*")
+    assert [r.status for r in project.offline.view("b").runs.reports()] == ["published"]
     assert not any("started" in line for line in first.said)
