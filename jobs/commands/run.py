@@ -63,6 +63,7 @@ def add(commands: Commands) -> None:
         add_partition(command)
         add_expect(command)
         command.add_argument("--due", help=argparse.SUPPRESS)
+        command.add_argument("--root", help=argparse.SUPPRESS)
         command.add_argument("--backfill", help=argparse.SUPPRESS)
     materialize.add_argument("--live-before", type=int, help=argparse.SUPPRESS)
     materialize.add_argument("--partitions", help=argparse.SUPPRESS)
@@ -127,12 +128,14 @@ def _run(arguments: argparse.Namespace) -> int:
         avoid_importing_pandas()
     check_gates(arguments.accept, "--accept")
     schedule = project.schedules().get(arguments.view)
+    by_scheduler = getattr(arguments, "due", None) is not None
     requested = (
         "command",
         "accept",
         "full",
         "retry_rejected",
         "due",
+        "root",
         "backfill",
         "snapshot",
         "reload",
@@ -142,7 +145,8 @@ def _run(arguments: argparse.Namespace) -> int:
         **{name: getattr(arguments, name) for name in requested if hasattr(arguments, name)},
         partition=partition_of(project, arguments),
         expect=_expected(arguments) if "expect" in arguments else (),
-        deadline_s=None if schedule is None else schedule.deadline_s,
+        # one that the scheduler began has its timer since its first line
+        deadline_s=None if schedule is None or by_scheduler else schedule.deadline_s,
     )
     run_view(
         project,

@@ -48,6 +48,7 @@ from precompute.jobs.config.serve import (
     read_service,
 )
 from precompute.store.disk.durable_file import make_folder, replace_durably
+from precompute.store.disk.record import digest_of
 from precompute.store.disk.storage import StorageError, known_identity
 from precompute.store.doors import LAUNCHERS, PROJECT_KEYS, ROOTS
 from precompute.store.errors import (
@@ -307,6 +308,18 @@ def read_settings(folder: Path, over: Mapping[str, Any] | None = None) -> Projec
     found.pop("views", None)
     file = folder / "project.yaml"
     return checked(ProjectConfig, merged(read_yaml(file), found), file, found)
+
+
+def files_stamp(folder: Path) -> str:
+    """Another one after each change of a project's files: ``project.yaml``, those of views and
+    services, what `tune` chose, and modules beside them."""
+    kinds = ("project.yaml", "views/*.yaml", "services/*.yaml", "tuning/*.json", "*.py")
+    found = []
+    for path in sorted(path for kind in kinds for path in folder.glob(kind)):
+        with contextlib.suppress(OSError):
+            stat = path.stat()
+            found.append(f"{path} {stat.st_size} {stat.st_mtime_ns}")
+    return digest_of("\n".join(found).encode())
 
 
 class _Views(NamedTuple):

@@ -304,6 +304,13 @@ def notify(command: Sequence[str], report: Report, folder: Path) -> None:
         log.warning("notify: %s ended with status %d: %s", command[0], done.returncode, said)
 
 
+def is_told(report: Report) -> bool:
+    """Whether the operator's command is called with a run that ended: one that published, that
+    failed in any way, or whose snapshot waits."""
+    waits = report.status == "committed" and report.held is not None
+    return waits or report.status == "published" or report.error is not None
+
+
 def notifying(
     command: Sequence[str], folder: Path, finished: Callable[[Report], None]
 ) -> Callable[[Report], None]:

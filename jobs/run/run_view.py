@@ -28,7 +28,14 @@ from precompute.jobs.run.judge.gates import accept, served_snapshot
 from precompute.jobs.run.judge.verdicts import Verdicts
 from precompute.jobs.run.materialize import dry_run, materialize
 from precompute.jobs.run.publisher import Publisher
-from precompute.jobs.run.report import PUBLISHING, close_dead, notify, notifying, reporting_run
+from precompute.jobs.run.report import (
+    PUBLISHING,
+    close_dead,
+    is_told,
+    notify,
+    notifying,
+    reporting_run,
+)
 from precompute.jobs.run.rows.merging import assembled
 from precompute.jobs.run.rows.open_model import Load
 from precompute.jobs.run.rows.open_view import open_source
@@ -36,7 +43,7 @@ from precompute.jobs.run.rows.plan import Plan, RunOptions
 from precompute.store.disk.crashpoint import crashpoint
 from precompute.store.disk.durable_file import keep_reserve
 from precompute.store.disk.lease import Lease, is_held, take
-from precompute.store.disk.storage import known_identity
+from precompute.store.disk.storage import identity_of, known_identity
 from precompute.store.errors import (
     ConfigError,
     ConflictError,
@@ -98,8 +105,11 @@ def run_view(
     computes = options.command not in ("publish", "resume")
     partition = partition_of(config, options.partition) if computes else None
     options = replace(options, partition=partition)
-    ended = notifying(project.settings.notify, project.home, finished)
+    # of a run that the scheduler began it tells itself, also when that was killed
+    command = [] if options.due else project.settings.notify
+    ended = notifying(command, project.home, finished)
     with contextlib.ExitStack() as stack:
+        _check_root(project, options)
         lease = stack.enter_context(_run_lease(project, store, options)) if computes else None
         done = _done(store, options.due) if computes else None
         if done is not None:
@@ -112,6 +122,7 @@ def run_view(
                 ended,
                 partition=options.partition_text,
                 due=options.due,
+                untold=bool(options.due and project.settings.notify),
                 backfill=options.backfill,
                 parents=_parents(project, store),
             )
@@ -132,6 +143,22 @@ def run_view(
         if options.command == "run" and options.backfill is None and snapshot is not None:
             _note_late_rows(project, store, snapshot, report)
     return report
+
+
+def _check_root(project: Project, options: RunOptions) -> None:
+    """Give a root its name, by which the scheduler knows it; or compare it with the one that the
+    scheduler knows.
+
+    Raises:
+        ConflictError: it is another folder, such as the empty one below a disk that is not mounted.
+    """
+    if options.root is None:
+        identity_of(project.root)
+    elif not options.root or options.root != known_identity(project.root):
+        raise ConflictError(
+            f"{project.root} is not the root {options.root} that the scheduler began this run for;"
+            " nothing was begun. Is its disk mounted?"
+        )
 
 
 def _computed(
@@ -234,9 +261,13 @@ def _done(store: ViewStore, due: str | None) -> Report | None:
     at = parsed_time(due)
     # a run begins after its time, unless the clock was set back
     since = "" if at is None else f"{at - timedelta(seconds=AHEAD_S):%Y%m%dT%H%M%S}"
-    reports = store.runs.reports(200, since)
     return next(
-        (report for report in reports if parsed_time(report.due) == at and report.finished), None
+        (
+            report
+            for report in store.runs.each(since)
+            if parsed_time(report.due) == at and report.finished and not report.ahead
+        ),
+        None,
     )
 
 
@@ -327,7 +358,7 @@ def _publish(
             if renews and _is_live(store, snapshot):
                 publisher.renew(report.read_at_us)
             note_hold(store, report)
-        if report.status == "published" or (report.held and report.status == "committed"):
+        if options.due is None and is_told(report):
             notify(settings.notify, report, project.home)
         crashpoint("notify")
         with report.stage("gc"):

@@ -1,32 +1,34 @@
 """Due: which view is to run now, and for which of its times.
 
-Computed again every time, from the schedule, the runs' reports and the live pointers: nothing is
-remembered that a crash could lose. The one thing stored is ``<root>/<view>/notes/schedule.json``:
-up to when a line's times are settled, so that a new line does not run for the past.
+Computed from the schedule, the runs' reports and what is live: nothing is remembered that a crash
+could lose. A run **for** a time counts for that time, however the clock moved since; but for one
+whose time lay ahead of the clock, which was wrong then (``ahead``). The one thing stored is
+``<root>/<view>/notes/schedule.json``: when a line was first seen, since a new line does not run for
+the past.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from typing import Literal
+from typing import Literal, NamedTuple
 from zoneinfo import ZoneInfo
 
-from precompute.jobs.config.project import Project
+from precompute.jobs.config.project import Project, files_stamp
 from precompute.jobs.config.schedule import Schedule, fire_times, last_fire
-from precompute.jobs.run.report import PUBLISHING
+from precompute.jobs.run.report import COMPUTING
 from precompute.store.disk.durable_file import disk_message
 from precompute.store.disk.lease import holder, is_held
-from precompute.store.disk.record import Record, read_record, replace, sealed
-from precompute.store.disk.storage import storage_of
+from precompute.store.disk.record import Record, read_record, sealed
 from precompute.store.errors import SnapshotError
-from precompute.store.offline.runs import Report
+from precompute.store.offline.runs import FINISHED, Report
 from precompute.store.offline.view_store import OfflineStore, ViewStore
-from precompute.store.times import Partition, containing, parsed_time
+from precompute.store.times import EPOCH, Partition, containing, parsed_time
 
 log = logging.getLogger(__name__)
 
@@ -38,9 +40,10 @@ LATE_S = 60.0
 that was away, or busy with the run before, comes later; a minute is the finest step of a cron
 line."""
 
-BACK_S = 90.0
-"""A clock that is set back by no more passes at most a minute's time twice, which was run for a
-minute ago; by more, its times come again and are run for again."""
+AHEAD_S, OFTEN_AHEAD_S = 3 * 3600.0, 90.0
+"""How far ahead of the clock the time of a run may lie, so that the run counts when that time
+comes: a clock that was set back by less was set right, and a fixed hour comes once a day. Lines
+with a ``*`` in minute or hour run by the clock as it is. Both are cron's own (Debian's)."""
 
 JITTER = 0.2
 """Share by which a wait before a retry is longer or shorter, so that views that failed together do
@@ -50,8 +53,57 @@ LEADER = "leader"
 """Name of the lease the acting scheduler holds in ``<root>/.scheduler``."""
 
 REPORTS = 200
-"""How many of a view's newest reports are looked at. Settled times are held apart, so a backfill of
-more runs nothing twice."""
+"""How many of a view's newest reports are looked at; those of backfills are none of them."""
+
+SETTLED_NS = 1_000_000_000
+"""A second change within one step of a file system's clock does not show: what changed within so
+long is looked at once more."""
+
+
+class Attempt(NamedTuple):
+    """What is wanted of a run's report: a few words of some 15 kB."""
+
+    run: str
+    command: str
+    status: str
+    due: datetime | None
+    started: datetime | None
+    ended: datetime | None
+    partition: str | None
+    parents: Mapping[str, int]
+    ahead: bool
+    untold: bool
+    config: str | None
+    error: str
+    """Of one whose configuration could not be read."""
+
+    @classmethod
+    def of(cls, report: Report) -> Attempt | None:
+        """That of a report; None of what is no run of the schedule or by hand."""
+        if report.command not in COMPUTING or report.backfill:
+            return None
+        return cls(
+            report.run,
+            report.command,
+            report.status,
+            parsed_time(report.due),
+            parsed_time(report.started_at),
+            parsed_time(report.finished_at),
+            report.partition,
+            report.parents or _NO_PARENTS,
+            report.ahead,
+            report.untold,
+            report.config,
+            (report.error or "") if report.config else "",
+        )
+
+    @property
+    def finished(self) -> bool:
+        """Whether it did what it was for."""
+        return self.status in FINISHED
+
+
+_NO_PARENTS: Mapping[str, int] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,38 +120,36 @@ class Parent:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is known about a view. Reports are the newest first, those of dead runs with the status
+    """What is known about a view. Attempts are the newest first, those of dead runs with the status
     ``killed``."""
 
-    reports: Sequence[Report] = ()
+    attempts: Sequence[Attempt] = ()
     running: bool = False
     since: datetime | None = None
-    """Its times up to here are settled; None when no scheduler saw this schedule before."""
-    ignored: frozenset[str] = frozenset()
-    """Runs, by their ids, for times that the clock was set back behind: these come again, and are
-    run for again."""
+    """When a scheduler first saw this schedule; None when none did."""
+    config: str | None = None
+    """Stamp of the project's files."""
     parents: Mapping[str, Parent] = field(default_factory=dict)
+
+
+State = Literal["run", "retry", "refused", "running", "idle"]
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
     """What to do about a view.
 
-    ``state``: ``run`` now, for ``due`` · ``retry``: run again, not before ``at`` · ``running`` ·
-    ``idle``.
+    ``state``: ``run`` now, for ``due`` · ``retry``: run again, not before ``at`` · ``refused``: run
+    once the project's files are others, which could not be read · ``running`` · ``idle``.
     """
 
-    state: Literal["run", "retry", "running", "idle"]
+    state: State
     reason: str
     """Why this was decided, for people."""
     due: datetime | None = None
     """The time the run is for."""
     at: datetime | None = None
     """When it runs next; None when that is not a matter of time."""
-    since: datetime | None = None
-    """As in :class:`Facts`, to be stored."""
-    ignored: frozenset[str] = frozenset()
-    """Likewise."""
     epochs: Mapping[str, int] = field(default_factory=dict)
     """The parents' live epochs."""
     ready: datetime | None = field(default=None, compare=False)
@@ -111,8 +161,9 @@ def decide(view: str, schedule: Schedule, facts: Facts, now: datetime) -> Decisi
 
     A time is **settled** when it was run for, given up or skipped. Which of the unsettled ones are
     run for is the catch-up policy: ``latest`` the last one, ``all`` each in order, ``none`` the
-    last one if it is not late. A run that failed or was killed is tried again; one that was refused
-    by a gate, had too many rows rejected or was cancelled is not: it would end in the same way.
+    last one if it is not late. A run that failed or was killed is tried again; one whose
+    configuration could not be read once that changed; one that was refused by a gate, had too many
+    rows rejected or was cancelled is not: it would end in the same way.
     """
     return (
         _by_cron(view, schedule, facts, now)
@@ -129,135 +180,127 @@ def retry_wait_s(view: str, schedule: Schedule, due: datetime, failures: int) ->
     return float(schedule.retry_after_s * 2 ** (failures - 1) * (1 - JITTER + 2 * JITTER * share))
 
 
+def ahead_after(schedule: Schedule, now: datetime) -> datetime | None:
+    """A run for a time later than this was made by a clock that was wrong; None of a view that runs
+    after others, whose times are none of a clock's."""
+    if schedule.cron is None:
+        return None
+    often = any("*" in part for part in schedule.cron.split()[:2])
+    return now + timedelta(seconds=OFTEN_AHEAD_S if often else AHEAD_S)
+
+
 def _by_cron(view: str, schedule: Schedule, facts: Facts, now: datetime) -> Decision:
     assert schedule.cron is not None
-    since, ignored = facts.since, facts.ignored.intersection(r.run for r in facts.reports)
-    if since is None:
-        since = now
-    elif since > now + timedelta(seconds=BACK_S):
-        # what was run for the times to come was run before: a run too many is cheaper than a missed
-        # night
-        ignored |= {
-            r.run for r in facts.reports if (due := parsed_time(r.due)) is not None and due > now
-        }
-        since = now
-    facts = Facts([r for r in facts.reports if r.run not in ignored], facts.running, since, ignored)
-    following = next(fire_times(schedule.cron, schedule.timezone, max(now, since)), None)
+    attempts = [attempt for attempt in facts.attempts if not attempt.ahead]
+    done = {attempt.due for attempt in attempts if attempt.finished}
+    times = fire_times(schedule.cron, schedule.timezone, now)
+    following = next((at for at in times if at not in done), None)
     if facts.running:
-        return Decision("running", "runs now", at=following, since=since, ignored=facts.ignored)
+        return Decision("running", "runs now", at=following)
     gave_up = ""
-    while (fire := _unsettled(schedule, since, now)) is not None:
-        state, at, why = _standing(view, schedule, fire, _attempts_for(facts, fire), now)
-        if schedule.catch_up == "latest" and _ran_since(facts, fire, now):
-            state, why = "done", ""
+    for fire in _to_settle(schedule, attempts, facts.since or now, now):
+        own = [attempt for attempt in attempts if attempt.due == fire]
+        state, at, why = _standing(view, schedule, fire, own, now, facts.config)
+        if schedule.catch_up == "latest" and _ran_since(attempts, fire, now):
+            state, why = "idle", ""
         if (
             state == "run"
-            and not why
+            and not own
             and schedule.catch_up == "none"
             and now - fire > timedelta(seconds=LATE_S)
         ):
-            state, why = "given up", "was missed"
-        if state in ("run", "retry"):
-            text = f"due since {_local(fire, schedule)}" + (f", {why}" if why else "")
-            when = _not_past(at, now)
-            return Decision(
-                "run" if state == "run" else "retry",
-                text,
-                fire,
-                when,
-                since,
-                facts.ignored,
-                ready=at,
-            )
-        since, gave_up = fire, f"; {_local(fire, schedule)} {why}" if why else ""
-    gave_up = gave_up or _last_failure(schedule, facts, since, now)
+            state, why = "idle", "was missed"
+        text = _local(fire, schedule)
+        if state != "idle":
+            reason = f"due since {text}" + (f", {why}" if why else "")
+            when = following if at is None else max(at, now)
+            return Decision(state, reason, fire, when, ready=at)
+        gave_up = f"; {text} {why}" if why else ""
     reason = (
         "never again" if following is None else f"next at {_local(following, schedule)}{gave_up}"
     )
-    return Decision("idle", reason, None, following, since, facts.ignored)
+    return Decision("idle", reason, None, following)
 
 
-def _unsettled(schedule: Schedule, since: datetime, now: datetime) -> datetime | None:
-    """The fire time to look at: by policy the first or the last one in (since, now]."""
+def _to_settle(
+    schedule: Schedule, attempts: Sequence[Attempt], since: datetime, now: datetime
+) -> Iterator[datetime]:
+    """The fire times in (since, now] to look at: by policy the last one, or each from the last one
+    on that was run for."""
     assert schedule.cron is not None
-    first = next(fire_times(schedule.cron, schedule.timezone, since, now), None)
-    if first is None or schedule.catch_up == "all":
-        return first
-    return last_fire(schedule.cron, schedule.timezone, first, now) or first
+    if schedule.catch_up != "all":
+        last = last_fire(schedule.cron, schedule.timezone, since, now)
+        yield from () if last is None else (last,)
+        return
+    tried = [a.due for a in attempts if a.due is not None and since < a.due <= now]
+    if tried:
+        since = max(tried)
+        yield since
+    yield from fire_times(schedule.cron, schedule.timezone, since, now)
 
 
 def _by_parents(view: str, schedule: Schedule, facts: Facts, now: datetime) -> Decision:
-    runs = [r for r in facts.reports if r.command == "run" and not r.backfill]
+    runs = [attempt for attempt in facts.attempts if attempt.command == "run"]
     # a run by hand of another partition is none for these
-    finished = [
-        r for r in runs if r.finished and (r.due or _is_latest(r, parsed_time(r.started_at)))
-    ]
+    finished = [a for a in runs if a.finished and (a.due or _is_latest(a, a.started))]
     epochs = {name: parent.epoch for name, parent in facts.parents.items()}
 
     def idle(reason: str) -> Decision:
-        return Decision("idle", f"{schedule.when}: {reason}", since=facts.since, epochs=epochs)
+        return Decision("idle", f"{schedule.when}: {reason}", epochs=epochs)
 
     if facts.running:
-        return Decision("running", "runs now", since=facts.since, epochs=epochs)
+        return Decision("running", "runs now", epochs=epochs)
     unpublished = [name for name, epoch in epochs.items() if not epoch]
     if unpublished and (not finished or len(unpublished) == len(epochs)):
         return idle(f"waits for the first snapshot of {', '.join(unpublished)}")
     due = max(parent.at for parent in facts.parents.values() if parent.epoch)
     # The highest epoch it ever ran with, not that of its newest report: a clock set back makes an
     # older report look newer.
-    seen = {name: max((r.parents.get(name, 0) for r in finished), default=0) for name in epochs}
+    seen = {name: max((a.parents.get(name, 0) for a in finished), default=0) for name in epochs}
     new = [name for name, epoch in epochs.items() if epoch > seen[name]]
-    if not new or any(not r.parents and parsed_time(r.due) == due for r in finished):
+    if not new or any(not a.parents and a.due == due for a in finished):
         return idle("nothing new")
     pending = [name for name, parent in facts.parents.items() if parent.pending]
     if pending:
         return idle(f"waits for {', '.join(pending)}")
-    attempts = [
-        r for r in runs if r.due and {name: r.parents.get(name, 0) for name in epochs} == epochs
-    ]
-    state, at, why = _standing(view, schedule, due, attempts, now)
-    if facts.since == due:
-        state, why = "given up", "was given up"
-    if state not in ("run", "retry"):
-        return idle(
-            f"{why or 'nothing new'}; runs again after the next snapshot of {' or '.join(epochs)}"
-        )
+    own = [a for a in runs if a.due and {name: a.parents.get(name, 0) for name in epochs} == epochs]
+    state, at, why = _standing(view, schedule, due, own, now, facts.config)
+    if state == "idle":
+        again = f"runs again after the next snapshot of {' or '.join(epochs)}"
+        return idle(f"{why or 'nothing new'}; {again}")
     text = f"new: {', '.join(new)}" + (f", {why}" if why else "")
-    return Decision(
-        "run" if state == "run" else "retry",
-        text,
-        due,
-        _not_past(at, now),
-        facts.since,
-        epochs=epochs,
-        ready=at,
-    )
+    when = None if at is None else max(at, now)
+    return Decision(state, text, due, when, epochs, ready=at)
 
 
 def _standing(
-    view: str, schedule: Schedule, due: datetime, attempts: Sequence[Report], now: datetime
-) -> tuple[Literal["run", "retry", "done", "given up"], datetime | None, str]:
-    """The state of one time, by the runs there were for it: what to do, from when on, and why."""
-    if any(r.finished for r in attempts):
-        return "done", None, ""
-    for report in attempts:
-        if report.status not in RETRIED:
-            return "given up", None, f"was given up: {report.status}"
+    view: str,
+    schedule: Schedule,
+    due: datetime,
+    attempts: Sequence[Attempt],
+    now: datetime,
+    config: str | None,
+) -> tuple[State, datetime | None, str]:
+    """The state of one time, by the runs there were for it: what to do, from when on, and why;
+    ``idle`` where it is done, or given up for a reason."""
+    if any(attempt.finished for attempt in attempts):
+        return "idle", None, ""
+    if attempts and attempts[0].config is not None:
+        error = f"its configuration cannot be used: {attempts[0].error}"
+        if attempts[0].config == config:
+            return "refused", None, f"{error}; it runs once the project's files change"
+        return "run", due, "since its configuration was changed"
+    attempts = [attempt for attempt in attempts if attempt.config is None]
+    for attempt in attempts:
+        if attempt.status not in RETRIED:
+            return "idle", None, f"was given up: {attempt.status}"
     failures = len(attempts)
     if not failures:
         return "run", due, ""
     if failures > schedule.retries:
-        return (
-            "given up",
-            None,
-            f"was given up: {attempts[0].status}" + (f" {failures} times" if failures > 1 else ""),
-        )
-    ends = [
-        end
-        for r in attempts
-        if (end := parsed_time(r.finished_at) or parsed_time(r.started_at)) is not None
-    ]
-    ended = max(ends, default=None)
+        why = f"was given up: {attempts[0].status}"
+        return "idle", None, why + (f" {failures} times" if failures > 1 else "")
+    ended = max((end for a in attempts if (end := a.ended or a.started) is not None), default=None)
     # An end in the future was written before the clock was set back. How long ago it was is
     # not known; waiting for it could take a year.
     at = (
@@ -269,30 +312,24 @@ def _standing(
     return ("run", at, why) if at <= now else ("retry", at, f"{why} at {_local(at, schedule)}")
 
 
-def _not_past(at: datetime | None, now: datetime) -> datetime | None:
-    return at if at is None else max(at, now)
-
-
-def _attempts_for(facts: Facts, due: datetime) -> list[Report]:
-    return [r for r in facts.reports if r.due and parsed_time(r.due) == due]
-
-
-def _ran_since(facts: Facts, fire: datetime, now: datetime) -> bool:
+def _ran_since(attempts: Sequence[Attempt], fire: datetime, now: datetime) -> bool:
     """Whether a run that began after the fire time, by hand too, did its work already."""
-    for report in facts.reports:
-        started = parsed_time(report.started_at)
-        whole = report.command == "run" and not report.backfill and _is_latest(report, fire)
-        if whole and report.finished and started is not None and fire <= started <= now:
-            return True
-    return False
+    return any(
+        attempt.finished
+        and attempt.command == "run"
+        and attempt.started is not None
+        and fire <= attempt.started <= now
+        and _is_latest(attempt, fire)
+        for attempt in attempts
+    )
 
 
-def _is_latest(report: Report, at: datetime | None) -> bool:
+def _is_latest(attempt: Attempt, at: datetime | None) -> bool:
     """Whether a run computed the whole view, or its latest partition that was over at a time, or a
     later one; True where the time is not known."""
-    if report.partition is None or at is None:
+    if attempt.partition is None or at is None:
         return True
-    partition = Partition.parse(report.partition)
+    partition = Partition.parse(attempt.partition)
     length = partition.end - partition.start
     # months differ in length
     by_month = length > timedelta(days=7)
@@ -300,30 +337,103 @@ def _is_latest(report: Report, at: datetime | None) -> bool:
     return following > at
 
 
-def _last_failure(schedule: Schedule, facts: Facts, since: datetime, now: datetime) -> str:
-    """What to say about the last settled time when its run did not succeed."""
-    times = [due for r in facts.reports if (due := parsed_time(r.due)) is not None]
-    last = max((due for due in times if due <= since), default=None)
-    attempts = [] if last is None else _attempts_for(facts, last)
-    if last is None or any(r.finished for r in attempts) or _ran_since(facts, last, now):
-        return ""
-    count = f" {len(attempts)} times" if len(attempts) > 1 else ""
-    return f"; {_local(last, schedule)} was given up: {attempts[0].status}{count}"
-
-
 def _local(at: datetime, schedule: Schedule) -> str:
     return at.astimezone(ZoneInfo(schedule.timezone)).isoformat(" ", "minutes")
 
 
-class _Settled(Record, frozen=True):
+class _Line(Record, frozen=True):
     when: str
     timezone: str
     since: str
-    ignored: tuple[str, ...] = ()
+
+
+class Left(NamedTuple):
+    """What a view's runs left to do for the scheduler that acts."""
+
+    dead: Sequence[Attempt] = ()
+    """Runs that say they go on, though they do not."""
+    untold: Sequence[Attempt] = ()
+    """Those that ended, and that nobody was told of; the oldest first."""
+    ahead: Sequence[Attempt] = ()
+    """Those that ended, and were made by a clock that was wrong."""
+
+
+class _Seen:
+    """A view between two looks: its reports in a few words, and what was decided."""
+
+    def __init__(self, store: ViewStore) -> None:
+        self.store, self._folder = store, store.runs.folder
+        self.since: datetime | None = None
+        self._reports: dict[str, tuple[tuple[int, int] | None, Attempt | None]] = {}
+        """File → what it was like when it was read, None where it was too new to know; and what it
+        said, None of what is no attempt."""
+        self._of: int | None = None
+        """When the folder was changed that these are of."""
+        self.decided: tuple[object, datetime, Decision] | None = None
+        """From what, when, and that nothing is to be done."""
+        self.left = Left()
+
+    def changed_ns(self) -> int | None:
+        """When a report was written last; None while that is so new that another one may not
+        show."""
+        at = self.store.storage.changed_ns(self._folder) or 0
+        return None if abs(time.time_ns() - at) < SETTLED_NS else at
+
+    def look(self) -> tuple[list[Attempt], bool]:
+        """The runs, the newest first, and whether one goes on.
+
+        Raises:
+            SnapshotError: a lease is damaged or cannot be read.
+        """
+        of = self.changed_ns()
+        if of is None or of != self._of:
+            self._read(of)
+        if self._silent():
+            # one that has ended since the reading wrote so before it released its lease
+            self._read(of)
+        dead = self._silent()
+        attempts = [a._replace(status="killed") if a in dead else a for a in self._attempts()]
+        self.left = Left(dead, [a for a in attempts if a.untold and a.status != "running"][::-1])
+        return attempts, any(a.status == "running" for a in attempts) or self.store.running()
+
+    def _attempts(self) -> list[Attempt]:
+        return [attempt for _, attempt in self._reports.values() if attempt is not None]
+
+    def _silent(self) -> list[Attempt]:
+        """Runs whose reports say that they go on, though no process holds their lease."""
+        return [
+            attempt
+            for attempt in self._attempts()
+            if attempt.status == "running" and not self.store.running(attempt.partition)
+        ]
+
+    def _read(self, of: int | None) -> None:
+        """Read the reports that are new, or were written again."""
+        items = self.store.storage.items(self._folder)
+        now_ns, before, left, self._reports = time.time_ns(), self._reports, REPORTS, {}
+        for item in sorted(items, key=lambda item: item.name, reverse=True):
+            if left and item.name.endswith(".json") and not item.name.startswith("."):
+                mark = (item.size_bytes, item.modified_ns)
+                known = before.get(item.name)
+                if known is None or known[0] != mark:
+                    settled = abs(now_ns - item.modified_ns) > SETTLED_NS
+                    known = (mark if settled else None, self._attempt(item.name))
+                self._reports[item.name] = known
+                left -= known[1] is not None
+        self._of = of
+
+    def _attempt(self, name: str) -> Attempt | None:
+        try:
+            return Attempt.of(self.store.runs.read(name.removesuffix(".json")))
+        except SnapshotError as exc:
+            log.warning("%s; remove the file", exc)
+            return None
 
 
 class Ledger:
-    """What the store has of the views' runs. Reports are read again only when some changed.
+    """What the store has of the views' runs. A decision that nothing is to be done stands until
+    reports or what is live change, its time comes, or the clock goes back. Safe to use from several
+    threads.
 
     Args:
         project: the configuration.
@@ -331,8 +441,15 @@ class Ledger:
     """
 
     def __init__(self, project: Project, offline: OfflineStore) -> None:
-        self._offline, self._schedules = offline, project.schedules()
-        self._cached: dict[str, tuple[int, list[Report]]] = {}
+        self._folder, self._offline, self._schedules = project.folder, offline, project.schedules()
+        self._views: dict[str, _Seen] = {}
+        self._lock = threading.RLock()
+
+    def _seen(self, view: str) -> _Seen:
+        if view not in self._views:
+            seen = self._views[view] = _Seen(self._offline.view(view))
+            seen.since = self._since(view, seen.store)
+        return self._views[view]
 
     def decision(
         self,
@@ -355,129 +472,98 @@ class Ledger:
         """
         decisions = {} if decisions is None else decisions
         if view not in decisions:
-            schedule = self._schedules[view]
-            parents = {
-                name: self._parent(name, now, running, decisions) for name in schedule.parents
-            }
-            reports, goes_on = self.reports(view)
-            facts = Facts(reports, view in running or goes_on, *self._settled(view), parents)
-            decisions[view] = decide(view, schedule, facts, now)
+            with self._lock:
+                decisions[view] = self._decided(view, now, running, decisions)
         return decisions[view]
+
+    def _decided(
+        self, view: str, now: datetime, running: Collection[str], decisions: dict[str, Decision]
+    ) -> Decision:
+        schedule, seen = self._schedules[view], self._seen(view)
+        parents = {name: self._parent(name, now, running, decisions) for name in schedule.parents}
+        of = (seen.changed_ns(), parents)
+        if seen.decided is not None and view not in running:
+            known, at, decision = seen.decided
+            if known == of and at <= now and (decision.at is None or now < decision.at):
+                return decision
+        attempts, goes_on = seen.look()
+        limit = ahead_after(schedule, now)
+        ahead = [a for a in attempts if a.due and limit and a.due > limit and not a.ahead]
+        seen.left = seen.left._replace(ahead=[a for a in ahead if a.status != "running"])
+        facts = Facts(
+            attempts,
+            view in running or goes_on,
+            None if seen.since is None else min(seen.since, now),
+            files_stamp(self._folder) if any(a.config for a in attempts) else None,
+            parents,
+        )
+        decision = decide(view, schedule, facts, now)
+        stands = decision.state == "idle" and of[0] is not None and not any(seen.left)
+        seen.decided = (of, now, decision) if stands else None
+        return decision
 
     def _parent(
         self, name: str, now: datetime, running: Collection[str], decisions: dict[str, Decision]
     ) -> Parent:
-        live = self._offline.view(name).log.live()
         self.decision(name, now, running, decisions)
+        live = self._seen(name).store.log.live()
         at = None if live is None else parsed_time(live.at)
         return Parent(
-            0 if live is None else live.epoch,
-            now if at is None else at,
-            self._pending(name, decisions),
+            0 if live is None else live.epoch, at or EPOCH, self._pending(name, decisions)
         )
 
     def _pending(self, name: str, decisions: Mapping[str, Decision]) -> bool:
         """Whether it runs, or will: by itself, or after one that does."""
-        return decisions[name].state != "idle" or any(
+        return decisions[name].state in ("run", "retry", "running") or any(
             self._pending(parent, decisions) for parent in self._schedules[name].parents
         )
 
-    def reports(self, view: str) -> tuple[list[Report], bool]:
-        """A view's newest reports, dead runs' as ``killed``; and whether a run goes on that is no
-        part of a backfill.
+    def attempts(self, view: str) -> tuple[list[Attempt], bool]:
+        """A view's newest runs, dead ones as ``killed``; and whether one goes on that is no part of
+        a backfill.
 
         Raises:
             SnapshotError: a lease is damaged or cannot be read.
         """
-        reports, dead = self._look(view)
-        reports = [replace(r, status="killed") if r.run in dead else r for r in reports]
-        goes_on = any(
-            r.status == "running" and r.command not in PUBLISHING and not r.backfill
-            for r in reports
-        )
-        return reports, goes_on or self._offline.view(view).running()
+        with self._lock:
+            return self._seen(view).look()
 
-    def dead(self, view: str) -> set[str | None]:
-        """Partitions (None: of a view that has none) of the runs that say they go on, though they
-        do not.
+    def left(self, view: str) -> Left:
+        """What was left to do when it was looked at last."""
+        return self._seen(view).left
 
-        Raises:
-            SnapshotError: a lease is damaged or cannot be read.
-        """
-        reports, dead = self._look(view)
-        return {r.partition for r in reports if r.run in dead}
+    def seen(self, view: str, now: datetime) -> bool:
+        """Whether a scheduler saw the view's present line of times, by a clock that was right."""
+        since = self._seen(view).since
+        return self._schedules[view].cron is None or (since is not None and since <= now)
 
-    def _look(self, view: str) -> tuple[list[Report], set[str]]:
-        reports = self._read(view)
-        silent = self._silent(view, reports)
-        # One that has ended since the reading wrote so before it released its lease.
-        if silent:
-            reports = self._read(view, fresh=True)
-            silent &= self._silent(view, reports)
-        return reports, silent
-
-    def _silent(self, view: str, reports: Sequence[Report]) -> set[str]:
-        """Runs whose reports say that they go on, though no process holds their lease. Publishing
-        alone holds another one, and is left out."""
-        return {
-            r.run
-            for r in reports
-            if r.status == "running"
-            and r.command not in PUBLISHING
-            and not self._offline.view(view).running(r.partition)
-        }
-
-    def _read(self, view: str, fresh: bool = False) -> list[Report]:
-        runs = self._offline.view(view).runs
-        changed_ns = storage_of(runs.folder).changed_ns(runs.folder)
-        if changed_ns is None:
-            return []
-        if fresh or view not in self._cached or self._cached[view][0] != changed_ns:
-            reports = runs.reports(REPORTS)
-            # A second change within one step of the file system's clock does not show: what is that
-            # new is read once more.
-            settled = time.time_ns() - changed_ns > 1_000_000_000
-            self._cached[view] = (changed_ns if settled else -1, reports)
-        return self._cached[view][1]
-
-    def seen(self, view: str) -> bool:
-        """Whether a scheduler saw the view's present schedule."""
-        return self._settled(view)[0] is not None
-
-    def _settled(self, view: str) -> tuple[datetime | None, frozenset[str]]:
-        """Up to when a view's times are settled, and which runs for later ones count no more; None
-        and none of a schedule that no scheduler saw before."""
-        schedule = self._schedules[view]
-        path = self._offline.view(view).leases / "schedule.json"
+    def _since(self, view: str, store: ViewStore) -> datetime | None:
+        schedule, path = self._schedules[view], store.leases / "schedule.json"
         try:
-            settled = read_record(_Settled, storage_of(path).read(path), path)
-            if (settled.when, settled.timezone) == (schedule.when, schedule.timezone):
-                return parsed_time(settled.since), frozenset(settled.ignored)
+            line = read_record(_Line, store.storage.read(path), path)
+            if (line.when, line.timezone) == (schedule.when, schedule.timezone):
+                return parsed_time(line.since)
         except FileNotFoundError:
             pass
         except ValueError as exc:
             log.warning("%s is damaged (%s); the schedule of %r begins again", path, exc, view)
-        return None, frozenset()
+        return None
 
-    def settle(self, view: str, since: datetime, ignored: Collection[str] | None = None) -> None:
-        """Write down that the times up to ``since`` are settled, and which runs count no more
-        (None: as before); for a view that runs after others, that this one is settled.
+    def see(self, view: str, since: datetime) -> None:
+        """Write down that a view's line of times counts from ``since`` on.
 
         Raises:
             SnapshotError: the file system failed.
         """
-        schedule = self._schedules[view]
-        path = self._offline.view(view).leases / "schedule.json"
-        settled = _Settled(
-            schedule.when,
-            schedule.timezone,
-            since.isoformat(),
-            tuple(sorted(self._settled(view)[1] if ignored is None else ignored)),
-        )
+        schedule, seen = self._schedules[view], self._seen(view)
+        path = seen.store.leases / "schedule.json"
+        line = _Line(schedule.when, schedule.timezone, since.isoformat())
         try:
-            storage_of(path).write(path, sealed(settled))
+            seen.store.storage.write(path, sealed(line))
         except OSError as exc:
             raise SnapshotError(disk_message(path, exc, "nothing was started")) from exc
+        with self._lock:
+            seen.since, seen.decided = since, None
 
 
 @dataclass(frozen=True, slots=True)
@@ -495,9 +581,9 @@ def outlook(project: Project, store: ViewStore, now: datetime) -> Outlook:
     """When a view runs next, and what is in the way of that.
 
     A scheduler that acts begins what is due within a second. So there is trouble when something has
-    been due for more than :data:`LATE_S`; when the last scheduler that acted is gone; when none
-    ever did, and a time of a cron line went by since the view's last run; and when the one that
-    acts was started with another schedule.
+    been due for more than :data:`LATE_S`; when its configuration could not be used; when the last
+    scheduler that acted is gone; when none ever did, and a time of a cron line went by since the
+    view's last run; and when the one that acts was started with another schedule.
 
     Raises:
         SnapshotError: a lease or live pointer is damaged, or cannot be read.
@@ -515,36 +601,28 @@ def outlook(project: Project, store: ViewStore, now: datetime) -> Outlook:
         and decision.ready is not None
         and now - decision.ready > timedelta(seconds=LATE_S)
     )
+    trouble = reason if decision.state == "refused" else None
     if overdue:
         assert decision.due is not None
-        return Outlook(
-            due,
-            reason,
-            f"due since {_local(decision.due, schedule)} and not begun"
-            + ("" if up else ": no scheduler is up"),
-        )
-    if not up and holder(leases, LEADER) is not None:
-        return Outlook(due, reason, "scheduled, and no scheduler is up")
-    if schedule.cron is not None and not ledger.seen(view):
-        if up:
-            return Outlook(
-                due, reason, "the scheduler that is up does not know its schedule: restart it"
-            )
-        missed = _missed(schedule, ledger.reports(view)[0], now)
+        trouble = f"due since {_local(decision.due, schedule)} and not begun"
+        trouble += "" if up else ": no scheduler is up"
+    elif not up and holder(leases, LEADER) is not None:
+        trouble = "scheduled, and no scheduler is up"
+    elif not ledger.seen(view, now) and up:
+        trouble = "the scheduler that is up does not know its schedule: restart it"
+    elif not ledger.seen(view, now):
+        missed = _missed(schedule, ledger.attempts(view)[0], now)
         if missed is not None:
-            return Outlook(
-                due,
-                reason,
-                f"due since {_local(missed, schedule)} and not begun: no scheduler was ever up",
-            )
-    return Outlook(due, reason)
+            text = _local(missed, schedule)
+            trouble = f"due since {text} and not begun: no scheduler was ever up"
+    return Outlook(due, reason, trouble)
 
 
-def _missed(schedule: Schedule, reports: Sequence[Report], now: datetime) -> datetime | None:
+def _missed(schedule: Schedule, attempts: Sequence[Attempt], now: datetime) -> datetime | None:
     """The last fire time of a cron line since the view's last run, if that is more than
     :data:`LATE_S` ago."""
     assert schedule.cron is not None
-    began = [at for r in reports if (at := parsed_time(r.started_at)) is not None and at <= now]
+    began = [a.started for a in attempts if a.started is not None and a.started <= now]
     first = (
         None
         if not began

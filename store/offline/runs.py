@@ -14,6 +14,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -315,6 +316,14 @@ class Report(Record):
     """Id of the backfill it was a part of."""
     due: str | None = None
     """The schedule's time it ran for, ISO 8601 in UTC."""
+    ahead: bool = False
+    """Whether that time lay ahead of the clock, which was wrong when the run was made: it counts
+    for no time."""
+    untold: bool = False
+    """Whether the scheduler has yet to call the operator's command with it."""
+    config: str | None = None
+    """Stamp of the project's files, where these could not be used: the time is run for once they
+    have another."""
     parents: dict[str, int] = field(default_factory=dict)
     """Views it is scheduled after → the epoch of their live pointer when it began."""
     pid: int = 0
@@ -468,13 +477,16 @@ class Runs:
             limit: how many at most.
             since: none of a run whose id is below.
         """
-        reports: list[Report] = []
+        return list(islice(self.each(since), limit))
+
+    def each(self, since: str = "") -> Iterator[Report]:
+        """As :meth:`reports`, one after the other."""
         for name in self._names():
-            if len(reports) == limit or name < since:
+            if name < since:
                 break
             try:
                 path = self.folder / name
-                reports.append(read_record(Report, self._storage.read(path), path))
+                yield read_record(Report, self._storage.read(path), path)
             except FileNotFoundError:
                 # Removed meanwhile.
                 continue
@@ -484,7 +496,6 @@ class Runs:
                     self.folder / name,
                     exc,
                 )
-        return reports
 
     def read(self, run: str) -> Report:
         """One run's report.

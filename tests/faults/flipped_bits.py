@@ -35,7 +35,7 @@ import redis
 
 from precompute.jobs.ops.status import project_status
 from precompute.jobs.ops.verify import verify
-from precompute.jobs.schedule.scheduler import Reconciler
+from precompute.jobs.schedule.reconciler import Reconciler
 from precompute.store.account import checker
 from precompute.store.errors import PrecomputeError
 from tests.fixtures import PROCESSES

@@ -14,13 +14,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import precompute.jobs.schedule.due as due_module
 from precompute.jobs.config.schedule import CatchUp, Schedule, fire_times
 from precompute.jobs.schedule.due import (
     JITTER,
+    REPORTS,
+    Attempt,
     Decision,
     Facts,
     Ledger,
     Parent,
+    ahead_after,
     decide,
     retry_wait_s,
 )
@@ -53,10 +57,15 @@ def report(
     return replace_record(made, **more)
 
 
+def known(*reports: Report, **facts: Any) -> Facts:
+    """What a scheduler knows of these runs, the newest first."""
+    return Facts([one for one in map(Attempt.of, reports) if one is not None], **facts)
+
+
 def decided(
     schedule: Schedule, now: datetime, *reports: Report, **facts: Any
 ) -> tuple[str, datetime | None]:
-    decision = decide("v", schedule, Facts(reports, **facts), now)
+    decision = decide("v", schedule, known(*reports, **facts), now)
     return decision.state, decision.due
 
 
@@ -67,16 +76,22 @@ class World:
     schedule: Schedule
     now: datetime = field(default_factory=lambda: at(1, 0, 0, 30))
     since: datetime | None = None
-    ignored: frozenset[str] = frozenset()
     reports: list[Report] = field(default_factory=list)
     ran: list[datetime] = field(default_factory=list)
     """Times that were run for with success, in order."""
 
     def tick(self, fails: bool) -> None:
         """One look, and the run it starts, which takes no time."""
-        facts = Facts(self.reports[:50], since=self.since, ignored=self.ignored)
+        if self.since is None or self.since > self.now:
+            self.since = self.now
+        limit = ahead_after(self.schedule, self.now)
+        assert limit is not None
+        self.reports = [
+            replace_record(one, ahead=one.ahead or datetime.fromisoformat(one.due or "") > limit)
+            for one in self.reports
+        ]
+        facts = known(*self.reports[:50], since=self.since)
         decision = decide("v", self.schedule, facts, self.now)
-        self.since, self.ignored = decision.since, decision.ignored
         assert (
             decision.at is None
             or decision.state != "retry"
@@ -105,7 +120,7 @@ YESTERDAY, LAST_YEAR, DECEMBER = (
 
 def test_a_new_line_does_not_run_for_the_past_but_from_now_on() -> None:
     decision = decide("v", DAILY, Facts(), SINCE)
-    assert decision == Decision("idle", "next at 2026-01-06 02:00+00:00", None, at(6), SINCE)
+    assert decision == Decision("idle", "next at 2026-01-06 02:00+00:00", None, at(6))
     assert decided(DAILY, at(6, 1, 59, 59), since=SINCE) == ("idle", None)
     assert decided(DAILY, at(6), since=SINCE) == ("run", at(6))
 
@@ -118,7 +133,7 @@ def test_missed_times_are_caught_up_on_by_policy(catch_up: CatchUp, due: list[da
     for _ in range(5):
         world.tick(fails=False)
         world.now += timedelta(minutes=1)
-    assert (world.ran, world.since) == (due, at(9))
+    assert world.ran == due
 
 
 @pytest.mark.parametrize(
@@ -128,7 +143,7 @@ def test_missed_times_are_caught_up_on_by_policy(catch_up: CatchUp, due: list[da
 def test_without_catching_up_a_run_begins_within_a_minute_or_not_at_all(
     late_s: float, reports: list[Report], state: str
 ) -> None:
-    decision = decide("v", NONE, Facts(reports, since=SINCE), at(6, second=late_s))
+    decision = decide("v", NONE, known(*reports, since=SINCE), at(6, second=late_s))
     assert (decision.state, "was missed" in decision.reason) == (state, state == "idle")
 
 
@@ -146,9 +161,9 @@ def test_a_time_that_was_run_for_or_would_end_in_the_same_way_is_settled(
     status: str, ends: str
 ) -> None:
     for schedule in (DAILY, ALL, NONE):
-        decision = decide("v", schedule, Facts([report(status, at(6))], since=SINCE), at(6, 3))
+        decision = decide("v", schedule, known(report(status, at(6)), since=SINCE), at(6, 3))
         reason = f"next at 2026-01-07 02:00+00:00{ends}"
-        assert decision == Decision("idle", reason, None, at(7), at(6))
+        assert decision == Decision("idle", reason, None, at(7))
 
 
 @pytest.mark.parametrize(
@@ -177,8 +192,8 @@ def test_a_run_that_fails_is_tried_again_ever_later_and_then_given_up() -> None:
     for failures in (1, 2, 3):
         reports.insert(0, report("killed" if failures == 2 else "failed", at(6), began=began))
         ended = began + timedelta(seconds=10)
-        waiting = decide("v", DAILY, Facts(reports, since=SINCE), ended)
-        assert (waiting.state, waiting.due, waiting.since) == ("retry", at(6), SINCE)
+        waiting = decide("v", DAILY, known(*reports, since=SINCE), ended)
+        assert (waiting.state, waiting.due) == ("retry", at(6))
         assert waiting.at is not None
         assert f"retry {failures} of 3 at" in waiting.reason
         just_before = waiting.at - timedelta(milliseconds=1)
@@ -191,11 +206,11 @@ def test_a_run_that_fails_is_tried_again_ever_later_and_then_given_up() -> None:
     assert len({retry_wait_s(f"v{n}", DAILY, at(6), 1) for n in range(100)}) == 100
     reports.insert(0, report("failed", at(6), began=began))
     gave_up = "2026-01-06 02:00+00:00 was given up: failed 4 times"
-    for since, now in ((SINCE, began), (SINCE, at(6, 23)), (at(6), at(6, 23))):
-        decision = decide("v", DAILY, Facts(reports, since=since), now)
+    for now in (began, at(6, 23)):
+        decision = decide("v", DAILY, known(*reports, since=SINCE), now)
         reason = f"next at 2026-01-07 02:00+00:00; {gave_up}"
-        assert decision == Decision("idle", reason, None, at(7), at(6))
-    assert decided(DAILY, at(7), *reports, since=at(6)) == ("run", at(7))
+        assert decision == Decision("idle", reason, None, at(7))
+    assert decided(DAILY, at(7), *reports, since=SINCE) == ("run", at(7))
 
 
 def test_a_newer_time_takes_the_place_of_a_retry_unless_all_are_wanted() -> None:
@@ -206,22 +221,48 @@ def test_a_newer_time_takes_the_place_of_a_retry_unless_all_are_wanted() -> None
     assert decided(every, now, failed, since=since) == ("retry", at(6, 23, 59))
 
 
-def test_while_a_view_runs_nothing_is_decided_and_nothing_is_settled() -> None:
+def test_while_a_view_runs_nothing_is_decided() -> None:
     decision = decide("v", DAILY, Facts(running=True, since=SINCE), at(6, 3))
-    assert decision == Decision("running", "runs now", None, at(7), SINCE)
+    assert decision == Decision("running", "runs now", None, at(7))
 
 
-def test_times_that_come_again_are_run_for_again() -> None:
-    ran = replace_record(report("published", at(6)), run="before")
-    for since in (at(6), at(6) + timedelta(days=365)):
-        decision = decide("v", DAILY, Facts([ran], since=since), at(6, 1))
-        passed = (decision.state, decision.at, decision.since, decision.ignored)
-        assert passed == ("idle", at(6), at(6, 1), frozenset({"before"}))
-        again = decide("v", DAILY, Facts([ran], since=at(6, 1), ignored=decision.ignored), at(6))
-        assert (again.state, again.due) == ("run", at(6))
-    # by a minute, it is waited for
-    decision = decide("v", DAILY, Facts([ran], since=at(6, 2, 1)), at(6))
-    assert (decision.state, decision.since, decision.ignored) == ("idle", at(6, 2, 1), frozenset())
+def test_a_run_counts_for_its_time_unless_a_wrong_clock_made_it() -> None:
+    """Set back by an hour, a fixed hour comes once; by a day its times come again."""
+    ran = report("published", at(6))
+    idle = Decision("idle", "next at 2026-01-07 02:00+00:00", None, at(7))
+    for now in (at(6, 1), at(6), at(6, 3)):
+        assert decide("v", DAILY, known(ran, since=SINCE), now) == idle
+    wrong = replace_record(ran, ahead=True)
+    assert decided(DAILY, at(6), wrong, since=SINCE) == ("run", at(6))
+    often = replace(DAILY, when="*/5 * * * *", cron="*/5 * * * *")
+    for line, ahead in ((DAILY, timedelta(hours=3)), (often, timedelta(seconds=90))):
+        assert ahead_after(line, at(6)) == at(6) + ahead
+    assert ahead_after(AFTER, at(6)) is None
+
+
+def refused(config: str, due: datetime | None = None, **more: Any) -> Report:
+    return report("refused", due or at(6), config=config, error="project.yaml:3: torn", **more)
+
+
+def test_what_could_not_be_read_is_run_for_once_the_files_are_others() -> None:
+    why = "due since 2026-01-06 02:00+00:00, its configuration cannot be used: project.yaml:3: torn"
+    for line in (DAILY, ALL, NONE):
+        facts = known(refused("a"), since=SINCE, config="a")
+        waits = Decision("refused", f"{why}; it runs once the project's files change", at(6), at(7))
+        assert decide("v", line, facts, at(6, 5)) == waits
+        assert decided(line, at(6, 5), refused("a"), since=SINCE, config="b") == ("run", at(6))
+        # it fails then, for another reason
+        tried = report("failed", at(6), at(6, 5)), refused("a")
+        assert decided(line, at(6, 5, 0, 20), *tried, since=SINCE, config="b") == ("retry", at(6))
+        later = decided(line, at(7), refused("a"), since=SINCE, config="a")
+        assert later == (("refused", at(6)) if line is ALL else ("run", at(7)))
+    told = ran_with("refused", 3, 5, at(6), began=at(6))
+    told = replace_record(told, config="a", error="views/a.yaml: torn")
+    for config, state in (("a", "refused"), ("b", "run")):
+        assert decided(AFTER, at(9), told, OLD, parents=parents(3, 5), config=config) == (
+            state,
+            at(6),
+        )
 
 
 def test_a_run_that_ended_in_the_future_or_at_no_time_is_not_waited_for() -> None:
@@ -251,7 +292,8 @@ def test_each_time_is_run_for_as_often_as_the_clock_passes_it(
     catch_up: CatchUp, line: str, steps: list[tuple[str, int, int, bool]]
 ) -> None:
     """``all``: every time since the line was first seen. ``latest``: the last one, and none more
-    often than it was passed."""
+    often than it was passed; a fixed hour that was passed again within three hours is not run for
+    again."""
     world = World(
         replace(DAILY, when=line, cron=line, catch_up=catch_up, retries=20, retry_after_s=0.5)
     )
@@ -333,9 +375,6 @@ OLD = ran_with("published", 2, 5)
             for status in ("refused", "rejected", "cancelled")
             for a, due in ((3, None), (4, at(6)))
         ),
-        # nor what was settled for these
-        ([], {"parents": parents(3, 5), "since": at(6)}, None),
-        ([], {"parents": parents(4, 5, moved=at(8)), "since": at(6)}, at(8)),
         # a run by hand that failed is no attempt of the schedule
         ([ran_with("failed", 3, 5)] * 9, {"parents": parents(3, 5)}, at(6)),
     ],
@@ -343,7 +382,7 @@ OLD = ran_with("published", 2, 5)
 def test_what_is_due_after_others(
     reports: list[Report], facts: dict[str, Any], due: datetime | None
 ) -> None:
-    decision = decide("v", AFTER, Facts(reports, **facts), at(9))
+    decision = decide("v", AFTER, known(*reports, **facts), at(9))
     assert (decision.state, decision.due) == ("idle" if due is None else "run", due)
     assert decision.epochs == {name: parent.epoch for name, parent in facts["parents"].items()}
 
@@ -354,8 +393,8 @@ def test_a_parent_that_will_come_soon_and_a_run_are_waited_for() -> None:
         ("ab", False, ("idle", "after a, b: waits for a, b")),
         ("", True, ("running", "runs now")),
     ):
-        known = parents(3, 5, pending=pending)
-        found = decide("v", AFTER, Facts([OLD], running, parents=known), at(6, 3))
+        above = parents(3, 5, pending=pending)
+        found = decide("v", AFTER, known(OLD, running=running, parents=above), at(6, 3))
         assert (found.state, found.reason) == decision
 
 
@@ -363,15 +402,15 @@ def test_a_view_after_others_is_retried_until_given_up_or_a_parent_moves() -> No
     failures = [ran_with("failed", 3, 5, at(6), began=at(6, 2, n)) for n in range(4)][::-1]
     for n in (1, 2, 3):
         reports = [*failures[-n:], OLD]
-        waiting = decide("v", AFTER, Facts(reports, parents=parents(3, 5)), at(6, 2, n - 1, 10))
+        waiting = decide("v", AFTER, known(*reports, parents=parents(3, 5)), at(6, 2, n - 1, 10))
         assert waiting.state == "retry"
         assert waiting.at is not None
         assert decided(AFTER, waiting.at, *reports, parents=parents(3, 5)) == ("run", at(6))
-    done = decide("v", AFTER, Facts([*failures, OLD], parents=parents(3, 5)), at(9))
+    done = decide("v", AFTER, known(*failures, OLD, parents=parents(3, 5)), at(9))
     gave_up = "was given up: failed 4 times; runs again after the next snapshot of a or b"
     assert (done.state, done.at, done.reason) == ("idle", None, f"after a, b: {gave_up}")
-    for known, due in ((parents(3, 6), at(6)), (parents(4, 5, moved=at(9)), at(9))):
-        assert decided(AFTER, at(9), *failures, OLD, parents=known) == ("run", due)
+    for above, due in ((parents(3, 6), at(6)), (parents(4, 5, moved=at(9)), at(9))):
+        assert decided(AFTER, at(9), *failures, OLD, parents=above) == ("run", due)
 
 
 # ---- what the store tells
@@ -401,7 +440,7 @@ def test_a_view_waits_for_what_its_parents_wait_for(make_project: MakeProject) -
     assert ledger.decision("d", now, {"d"}).state == "running"
 
 
-def test_settled_times_are_of_the_line_and_the_zone_they_belong_to(
+def test_when_a_line_was_seen_first_is_of_the_line_and_its_zone(
     make_project: MakeProject,
 ) -> None:
     def project(line: str, timezone: str = "UTC") -> Ledger:
@@ -411,7 +450,7 @@ def test_settled_times_are_of_the_line_and_the_zone_they_belong_to(
         return Ledger(made, OfflineStore(made.root))
 
     ledger = project("0 2 * * *")
-    ledger.settle("numbers", at(5, 12))
+    ledger.see("numbers", at(5, 12))
     assert project("0 2 * * *").decision("numbers", at(6, 3)).due == at(6)
     for other in (project("0 1 * * *"), project("0 2 * * *", "Europe/Berlin")):
         assert other.decision("numbers", at(6, 3)).state == "idle"
@@ -433,7 +472,7 @@ def ledger(make_project: MakeProject) -> Ledger:
     """Of a project with the daily line."""
     project = make_project([(1, 1.0)], project={"schedule": {"numbers": DAILY.when}})
     made = Ledger(project, project.offline)
-    made.settle("numbers", SINCE)
+    made.see("numbers", SINCE)
     return made
 
 
@@ -446,10 +485,10 @@ def test_a_run_whose_lease_nobody_holds_is_a_killed_one_and_counts_as_that(
     store.runs.write(report("running", at(6), run="1", finished_at=""))
     with take(store.leases, run_lease(None), "a test"):
         assert ledger.decision("numbers", at(6)).state == "running"
-        assert ledger.dead("numbers") == set()
+        assert not any(ledger.left("numbers"))
     assert ledger.decision("numbers", at(6)).state == "retry"
     assert ledger.decision("numbers", at(6, 3)).state == "run"
-    assert ledger.dead("numbers") == {None}
+    assert [one.run for one in ledger.left("numbers").dead] == ["1"]
 
 
 def test_a_run_that_ends_between_two_looks_is_no_killed_one(
@@ -463,7 +502,7 @@ def test_a_run_that_ends_between_two_looks_is_no_killed_one(
         return False
 
     monkeypatch.setattr(ViewStore, "running", ended)
-    idle = Decision("idle", "next at 2026-01-07 02:00+00:00", None, at(7), at(6))
+    idle = Decision("idle", "next at 2026-01-07 02:00+00:00", None, at(7))
     assert ledger.decision("numbers", at(6)) == idle
 
 
@@ -481,30 +520,74 @@ def test_a_backfill_or_publish_holds_no_run_up_and_a_partitions_run_does(
         ):
             store.runs.write(replace_record(running, **more))
             assert ledger.decision("numbers", at(6, 3)).state == state
-            assert ledger.dead("numbers") == set()
+            assert not any(ledger.left("numbers"))
 
 
-def test_reports_are_read_again_only_when_one_was_added_or_replaced(
+def test_a_report_is_read_again_only_when_it_is_another(
     ledger: Ledger, make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, reads, reports = make_project().store, list[int](), Runs.reports
+    store, reads, read = make_project().store, list[str](), Runs.read
 
-    def counted(self: Runs, limit: int = 100) -> list[Report]:
-        reads.append(limit)
-        return reports(self, limit)
+    def counted(self: Runs, run: str) -> Report:
+        reads.append(run)
+        return read(self, run)
 
-    monkeypatch.setattr(Runs, "reports", counted)
+    def runs() -> list[tuple[str, datetime | None]]:
+        attempts, running = ledger.attempts("numbers")
+        assert not running
+        return [(one.run, one.due) for one in attempts]
+
+    monkeypatch.setattr(Runs, "read", counted)
     first, second = (report("failed", at(day), run="1") for day in (6, 7))
     store.runs.write(first)
-    assert ledger.reports("numbers") == ([first], False)
-    same_ns = store.runs.folder.stat().st_mtime_ns
+    assert runs() == [("1", at(6))]
+    path, folder = store.runs.path("1"), store.runs.folder
+    same_ns = path.stat().st_mtime_ns, folder.stat().st_mtime_ns
     store.runs.write(second)
-    os.utime(store.runs.folder, ns=(same_ns, same_ns))  # within the same step of its clock
-    assert ledger.reports("numbers") == ([second], False)
-    os.utime(store.runs.folder, (1e9, 1e9))
+    for file, ns in zip((path, folder), same_ns, strict=True):
+        os.utime(file, ns=(ns, ns))  # within the same step of its clock
+    assert runs() == [("1", at(7))]
+    for file in (path, folder):
+        os.utime(file, (1e9, 1e9))
     reads.clear()
-    assert [ledger.reports("numbers") for _ in range(3)] == [([second], False)] * 3
+    assert [runs() for _ in range(3)] == [[("1", at(7))]] * 3
     assert len(reads) == 1
-    later = replace_record(first, run="2")
-    store.runs.write(later)
-    assert ledger.reports("numbers") == ([later, second], False)
+    store.runs.write(replace_record(first, run="2"))
+    assert runs() == [("2", at(6)), ("1", at(7))]
+    assert reads == ["1", "2"]
+
+
+def test_a_backfill_hides_no_run_of_the_schedule(ledger: Ledger, make_project: MakeProject) -> None:
+    store = make_project().store
+    store.runs.write(report("published", at(6), run="1"))
+    for number in range(REPORTS + 5):
+        store.runs.write(report("committed", began=at(6, 3), run=f"2-{number:03d}", backfill="b"))
+    assert ledger.decision("numbers", at(6, 4)).state == "idle"
+
+
+def test_a_decision_stands_until_a_report_its_time_or_the_clock_ends_it(
+    ledger: Ledger, make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, decided_at = make_project().store, list[datetime]()
+
+    def counted(view: str, schedule: Schedule, facts: Facts, now: datetime) -> Decision:
+        decided_at.append(now)
+        return decide(view, schedule, facts, now)
+
+    monkeypatch.setattr(due_module, "decide", counted)
+
+    def decisions(*times: datetime) -> list[datetime]:
+        decided_at.clear()
+        for now in times:
+            ledger.decision("numbers", now)
+        return decided_at
+
+    store.runs.write(report("published", at(6), run="1"))
+    os.utime(store.runs.folder, (1e9, 1e9))
+    assert decisions(at(6, 3), at(6, 4), at(7, 1)) == [at(6, 3)]
+    assert decisions(at(7), at(7)) == [at(7)] * 2  # what is due is looked at until it has begun
+    store.runs.write(report("published", at(7), run="2"))
+    os.utime(store.runs.folder, (2e9, 2e9))
+    assert decisions(at(7, 3), at(7, 4), at(6, 3), at(6, 4)) == [at(7, 3), at(6, 3), at(6, 4)]
+    # until the scheduler that acts has marked that one
+    assert [one.run for one in ledger.left("numbers").ahead] == ["2"]

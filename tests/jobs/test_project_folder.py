@@ -13,9 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from precompute.jobs.cli import main
-from precompute.jobs.schedule.scheduler import reconcile_command, run_command
+from precompute.jobs.schedule.reconciler import reconcile_command
+from precompute.jobs.schedule.scheduler import run_command
 from precompute.model import digest
 from precompute.sources.source import Source
+from precompute.store.disk.storage import identity_of
 from precompute.store.errors import ConfigError, SourceError
 from precompute.store.offline.view_store import OfflineStore
 from precompute.store.wire.lookup_options import LookupOptions
@@ -371,8 +373,10 @@ def test_every_process_runs_our_code_wherever_it_starts(
     the process that imports them, and say that it is done."""
     sql = "SELECT id, x, $start AS day FROM 'data.csv' WHERE $end > $start"
     view = {"source": {"sql": sql}, "partition": {"by": "month", "start": "2026-01-01"}}
-    project = make_project(view=view, project={"engine": {"workers": 1}})
+    settings = {"engine": {"workers": 1}, "schedule": {"numbers": "0 0 1 1 *"}}
+    project = make_project(view=view, project=settings)
     write_files(project.folder, 3.0)
+    identity_of(project.root)
     for name in ("jobs", "store", "precompute", "demo"):
         for module in (
             "__init__",

@@ -20,7 +20,8 @@ import yaml
 from precompute.jobs.run.command_process import Silent
 from precompute.jobs.run.publisher import Publisher
 from precompute.jobs.run.rollback import reconcile
-from precompute.jobs.schedule.scheduler import Reconciler, Scheduler
+from precompute.jobs.schedule.reconciler import Reconciler
+from precompute.jobs.schedule.scheduler import Scheduler
 from precompute.store.account.account import read_account, write_account
 from precompute.store.account.checker import DEGRADED as HEALED
 from precompute.store.account.checker import check_live
@@ -346,7 +347,7 @@ def test_what_cannot_be_brought_back_is_tried_again_later_and_later(
     assert len(announced) == 2
     assert (
         announced[1]
-        == "numbers: it could not be brought back (exit status 1); its output shows more; once more in 2 min"
+        == "numbers: it could not be brought back (exited with status 1); its output shows more; once more in 2 min"
     )
     reconciler._attempts["numbers"], reconciler._not_before["numbers"] = 5000, 0.0
     reconciler.check()

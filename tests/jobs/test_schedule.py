@@ -11,20 +11,20 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
-from apscheduler.job import Job
-from apscheduler.schedulers.background import BackgroundScheduler
 
 import precompute.jobs.schedule.scheduler
 from precompute.jobs.config.project import Project
 from precompute.jobs.config.schedule import last_fire
-from precompute.jobs.schedule.due import LEADER, Decision, Ledger
-from precompute.jobs.schedule.scheduler import Scheduler
+from precompute.jobs.schedule.due import LEADER, Ledger
+from precompute.jobs.schedule.scheduler import DIED, Scheduler, run_command
 from precompute.store.disk.lease import holder, is_held
+from precompute.store.disk.storage import identity_of
+from precompute.store.errors import ConflictError
 from precompute.store.times import iso
 from tests import REPOSITORY
 from tests.fixtures import MakeProject
@@ -60,7 +60,7 @@ report() {  # a run's report, with the status given
     mkdir -p $ROOT/$VIEW/runs $ROOT/$VIEW/notes/running
     if [ $1 = running ]; then touch $ROOT/$VIEW/notes/running/$ID; fi
     sealed "$(printf '{"command": "run", "due": "%s", "finished_at": "%s", "format": 3, "parents": {%s}, "partition": null, "pid": %s, ' \\
-        $DUE $(now) "$(known)" $$; printf '"run": "%s", "started_at": "%s", "status": "%s", "view": "%s"}' $ID $BEGAN $1 $VIEW)" \\
+        $DUE $(now) "$(known)" $$; printf '"run": "%s", "started_at": "%s", "status": "%s", "untold": true, "view": "%s"}' $ID $BEGAN $1 $VIEW)" \\
         > $ROOT/$VIEW/tmp
     mv $ROOT/$VIEW/tmp $ROOT/$VIEW/runs/$ID.json
 }
@@ -86,6 +86,7 @@ class Running:
     def __init__(self, project: Scene, shell: dict[str, str], folder: Path) -> None:
         self.log, self.said = folder / "log", list[str]()
         self.log.touch()
+        identity_of(project.root)
         self.project, self.store = project, project.offline
         self.scheduler = Scheduler(project, command=self._command, announce=self.said.append)
         self._shell = shell
@@ -114,7 +115,7 @@ class Running:
     def make_due(self, *views: str) -> None:
         """Let the last leap day be missed by views with that line."""
         for view in views:
-            Ledger(self.project, self.store).settle(view, LONG_AGO)
+            Ledger(self.project, self.store).see(view, LONG_AGO)
 
     def statuses(self, view: str) -> list[str]:
         """Of the view's runs, the newest first."""
@@ -131,6 +132,18 @@ class Running:
             ]
 
         eventually(lambda: not missing(), lambda: f"{missing()} not in {self.said}")
+
+
+def telling(folder: Path) -> list[str]:
+    """A ``notify`` command that notes what it is told in a folder, which :func:`told` reads."""
+    line = 'echo "$NOTIFY_VIEW $NOTIFY_STATUS: $NOTIFY_ERROR" >> "$0"'
+    return ["/bin/sh", "-c", line, str(folder / "told")]
+
+
+def told(folder: Path) -> list[str]:
+    """What was told so far."""
+    path = folder / "told"
+    return path.read_text().splitlines() if path.exists() else []
 
 
 MakeRunning = Callable[..., Running]
@@ -218,13 +231,13 @@ def test_times_count_from_when_a_scheduler_first_saw_a_line(
 @pytest.mark.parametrize(
     ("shell", "outcome", "status"),
     [
-        ("exit 1", "failed with status 1", "failed"),
+        ("exit 1", "exited with status 1", "failed"),
         (
             "report rejected; exit 3",
             "not published: rows were rejected, or a gate refused",
             "rejected",
         ),
-        ("report running; kill -SEGV $$", "killed by signal 11", "killed"),
+        ("report running; kill -SEGV $$", r"was ended by signal 11 \(SIGSEGV\)", "killed"),
     ],
 )
 def test_after_a_failure_nothing_follows_it_shows_and_the_others_go_on(
@@ -244,7 +257,7 @@ def test_after_a_failure_nothing_follows_it_shows_and_the_others_go_on(
     (report,) = schedule.store.view("numbers").runs.reports()
     assert (report.status, report.due) == (status, LEAP_DAY)
     if "report" not in shell:
-        assert report.error == f"{outcome}, and left no report; its output shows more"
+        assert report.error == f"it {outcome}, and left no report; its output shows more"
 
 
 def test_each_attempt_that_leaves_no_report_counts(running: MakeRunning) -> None:
@@ -265,13 +278,11 @@ def test_one_run_of_a_view_at_a_time_and_different_views_side_by_side(running: M
     schedule = running(views, ["numbers", "b", "slow"])
     schedule.await_said("b: done after .*", "numbers: started .*")
     eventually(lambda: "slow" in schedule.ran())
-    due = Decision("run", "by hand", datetime(2026, 1, 1, tzinfo=UTC))
-    assert not schedule.scheduler.start("numbers", due)
     time.sleep(0.3)
     assert sorted(schedule.ran()) == ["b", "numbers", "slow"]
 
 
-def test_a_bad_configuration_is_not_tried_again_nor_after_a_restart(running: MakeRunning) -> None:
+def test_a_bad_configuration_is_not_tried_again_while_it_is_the_same(running: MakeRunning) -> None:
     schedule = running(
         {"numbers": (RARELY, DONE), "b": ("after numbers", f"{NOTE}; exit 2")}, ["numbers"]
     )
@@ -280,7 +291,7 @@ def test_a_bad_configuration_is_not_tried_again_nor_after_a_restart(running: Mak
     time.sleep(0.3)
     schedule.stop()
     again = Running(schedule.project, schedule._shell, schedule.log.parent)
-    again.start().await_said("b: after numbers: was given up.*")
+    again.start().await_said("b: new: numbers, its configuration cannot be used: .*")
     time.sleep(0.3)
     again.stop()
     assert again.ran() == ["numbers", "b"]
@@ -302,70 +313,48 @@ def test_a_command_that_cannot_be_started_counts_and_stops_nothing(
     assert schedule.statuses("numbers") == ["published", "failed"]
 
 
-def test_a_run_without_a_thread_to_watch_it_is_ended_and_tried_again(
+def test_a_run_that_no_thread_is_left_for_begins_later(
     running: MakeRunning, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    line = {"at": RARELY, "retry_after": "1s"}
-    schedule = running({"numbers": (line, f"sleep 0.3; {DONE}")}, ["numbers"], start=False)
+    schedule = running({"numbers": (RARELY, DONE)}, ["numbers"], start=False)
     start, failed = threading.Thread.start, list[str]()
 
     def none_left(thread: threading.Thread) -> None:
-        if thread.name == "run-numbers" and not failed:
+        if thread.name.startswith("ThreadPoolExecutor") and not failed:
             failed.append(thread.name)
             raise RuntimeError("can't start new thread")
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", none_left)
-    schedule.start().await_said(
-        "numbers: cannot be started: can't start new thread", "numbers: done after .*"
+    schedule.start().await_said("numbers: done after .*")
+    assert (len(failed), schedule.ran(), schedule.statuses("numbers")) == (
+        1,
+        ["numbers"],
+        ["published"],
     )
-    assert schedule.statuses("numbers") == ["published", "killed"]
-
-
-def test_a_run_without_a_thread_that_reported_has_one_report(
-    running: MakeRunning, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    schedule = running({"numbers": (RARELY, DONE)}, ["numbers"], start=False)
-    start = threading.Thread.start
-
-    def too_late(thread: threading.Thread) -> None:
-        if thread.name == "run-numbers":
-            eventually(lambda: schedule.statuses("numbers") == ["published"])
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", too_late)
-    schedule.start().await_said("numbers: cannot be started: can't start new thread")
-    schedule.stop()
-    assert schedule.statuses("numbers") == ["published"]
 
 
 def test_a_failure_that_cannot_be_written_down_holds_the_view_off(running: MakeRunning) -> None:
     schedule = running(
-        {"numbers": (RARELY, f"{NOTE}; exit 1"), "b": (RARELY, DONE)}, ["numbers"], start=False
+        {"numbers": (RARELY, f"{NOTE}; exit 1"), "b": (RARELY, DONE)}, ["numbers", "b"], start=False
     )
     (schedule.project.root / "numbers" / "runs").touch()  # where the folder should be
-    schedule.start().await_said("numbers: cannot write .*runs.*")
-    schedule.make_due("b")
-    schedule.await_said("b: done after .*")
+    schedule.start().await_said("numbers: cannot write .*runs.*", "b: done after .*")
     time.sleep(0.3)
-    assert schedule.ran() == ["numbers", "b"]
+    assert sorted(schedule.ran()) == ["b", "numbers"]
 
 
 def test_a_damaged_file_of_one_view_is_reported_once_and_others_go_on(running: MakeRunning) -> None:
     schedule = running(
         {"numbers": (RARELY, DONE), "b": ("after numbers", DONE), "c": (RARELY, DONE)},
-        ["c"],
+        ["c", "numbers"],
         start=False,
     )
     path = schedule.project.root / "numbers" / "log" / f"{1:020d}.json"
     path.parent.mkdir(parents=True)
     path.write_text("{torn")
-    schedule.start().await_said("b: .*1.json is damaged.*", "c: done after .*")
-    time.sleep(0.3)
+    schedule.start().await_said("b: .*1.json is damaged.*", "c: done after .*", "b: done after .*")
     assert len([line for line in schedule.said if "damaged" in line]) == 1
-    schedule.make_due("numbers")
-    schedule.await_said("b: done after .*")
 
 
 def _alive(pid: int) -> bool:
@@ -384,8 +373,9 @@ def test_stop_ends_all_processes_and_begins_nothing_more(running: MakeRunning) -
     assert is_held(schedule.project.root / ".scheduler", LEADER)
     schedule.stop()
     eventually(lambda: not any(map(_alive, pids)))
-    schedule.await_said("numbers: stopping", "numbers: killed by signal 15 after .*")
-    assert not schedule.scheduler.start("numbers", Decision("run", "by hand", LONG_AGO))
+    schedule.await_said(
+        "numbers: stopping", r"numbers: was ended by signal 15 \(SIGTERM\) after .*"
+    )
     assert len(schedule.ran()) == 2
     assert [(r.status, r.error) for r in schedule.store.view("numbers").runs.reports()] == [
         ("killed", "killed: the scheduler was stopped")
@@ -405,7 +395,7 @@ def test_a_run_past_its_deadline_is_ended_with_its_children(
     eventually(lambda: len(schedule.ran()) == 2)
     pids = [int(word) for word in schedule.ran()]
     schedule.await_said(
-        r"numbers: killed by signal 9 \(its deadline of 1 s passed\) after .*",
+        r"numbers: was ended by signal 9 \(SIGKILL\) \(its deadline of 1 s passed\) after .*",
         "numbers: done after .*",
     )
     eventually(lambda: not any(map(_alive, pids)))
@@ -433,35 +423,154 @@ def test_a_run_begun_in_the_moment_of_stopping_is_ended_with_the_others(
     eventually(lambda: not any(_alive(int(word)) for word in schedule.ran() if word.isdigit()))
 
 
-# ---- ticks
+# ---- a clock that is wrong, a configuration, a root
 
 
-def test_a_clock_set_back_silences_neither_the_ticks_nor_the_checks(
-    running: MakeRunning, monkeypatch: pytest.MonkeyPatch
+def test_a_run_of_a_wrong_clock_is_marked_and_its_time_run_for_again(running: MakeRunning) -> None:
+    schedule = running({"numbers": (RARELY, DONE)}, start=False)
+    right, wrong = datetime(2026, 6, 1, tzinfo=UTC), datetime(2028, 3, 1, tzinfo=UTC)
+    clock, want = [right], list[tuple[str | None, bool]]()
+    schedule.scheduler.clock = lambda: clock[0]
+    schedule.start().await_said("numbers: next at 2028-02-29 .*")
+
+    def runs() -> list[tuple[str | None, bool]]:
+        return [(r.due, r.ahead) for r in schedule.store.view("numbers").runs.reports()]
+
+    for now, expected in (
+        (wrong, [False]),
+        (right, [True]),
+        (wrong, [False, True]),
+    ):
+        clock[0] = now
+        want[:] = [("2028-02-29T00:00:00Z", ahead) for ahead in expected]
+        eventually(lambda: runs() == want, lambda: f"{runs()} {schedule.said}")
+    # set right by two hours, a fixed hour comes once
+    for day, hour in ((28, 22), (29, 1)):
+        clock[0] = datetime(2028, 2, day, hour, tzinfo=UTC)
+        time.sleep(0.3)
+    assert len(runs()) == 2
+
+
+def test_each_end_of_a_run_is_told_once_with_its_cause(
+    running: MakeRunning, tmp_path: Path
 ) -> None:
-    """APScheduler would wait for the time it had in mind."""
-    jobs_seen: list[Job] = []
-    plain = BackgroundScheduler.add_job
+    shells = {
+        "done": DONE,
+        "failed": "report running; exit 1",
+        "killed": "kill -KILL $$",
+        "vanished": "report running; kill -KILL $$",
+        "refused": "exit 2",
+    }
+    views = {name: ({"at": RARELY, "retries": 0}, shell) for name, shell in shells.items()}
+    schedule = running({"numbers": (RARELY, DONE)} | views, list(shells), notify=telling(tmp_path))
+    killed = "it was ended by signal 9 (SIGKILL)"
+    expected = [
+        "done published: ",
+        "failed killed: killed: it exited with status 1",
+        f"killed killed: killed: {killed}",
+        "refused refused: its output shows what is wrong",
+        f"vanished killed: killed: {killed}",
+    ]
+    eventually(lambda: sorted(told(tmp_path)) == expected, lambda: f"{told(tmp_path)}")
+    time.sleep(0.3)
+    schedule.stop()
+    again = Running(schedule.project, schedule._shell, tmp_path).start()
+    time.sleep(0.3)
+    again.stop()
+    assert sorted(told(tmp_path)) == expected
 
-    def remembered(self: Any, *args: Any, **kwargs: Any) -> Job:
-        jobs_seen.append(plain(self, *args, **kwargs))
-        return jobs_seen[-1]
 
-    monkeypatch.setattr(BackgroundScheduler, "add_job", remembered)
-    schedule = running({"numbers": (RARELY, DONE)})
-    # the second one checks what is live every minute
-    for job in jobs_seen:
-        job.modify(next_run_time=datetime.now(UTC) + timedelta(hours=1))
-    schedule.make_due("numbers")
+def test_a_configuration_broken_at_the_hour_is_run_once_it_is_mended(
+    running: MakeRunning, tmp_path: Path
+) -> None:
+    schedule = running(
+        {"numbers": (RARELY, "")}, ["numbers"], start=False, notify=telling(tmp_path)
+    )
+    schedule.scheduler.command = run_command
+    path = schedule.project.folder / "project.yaml"
+    right = path.read_bytes()
+    path.write_bytes(right + b"rooot: here\n")
+    schedule.start().await_said(
+        "numbers: refused: bad configuration after .*",
+        rf"numbers: {re.escape(SINCE)}, its configuration cannot be used: .*rooot.*",
+    )
+    assert schedule.statuses("numbers") == ["refused"]
+    path.write_bytes(right)
     schedule.await_said("numbers: done after .*")
-    eventually(lambda: jobs_seen[1].next_run_time < datetime.now(UTC) + timedelta(seconds=61))
+    assert schedule.statuses("numbers") == ["published", "refused"]
+    assert [line.partition(": ")[0] for line in told(tmp_path)] == [
+        "numbers refused",
+        "numbers published",
+    ]
+    assert "rooot" in told(tmp_path)[0]
 
 
-def test_a_clock_set_forward_is_one_tick_and_not_one_for_every_second() -> None:
-    trigger = precompute.jobs.schedule.scheduler._Every(7.0)
-    now = datetime(2026, 1, 1, tzinfo=UTC)
-    for before in (None, now - timedelta(days=365)):
-        assert trigger.get_next_fire_time(before, now) == now + timedelta(seconds=7)
+def test_a_root_that_is_not_there_is_never_begun_anew(running: MakeRunning, tmp_path: Path) -> None:
+    """Before the scheduler, below it, and while a run goes on."""
+    shell = f"{NOTE}; while [ ! -e $LOG.go ]; do sleep 0.05; done; {DONE}"
+    schedule = running({"numbers": (RARELY, shell)}, start=False, notify=telling(tmp_path))
+    root, away = schedule.project.root, tmp_path / "away"
+
+    def unmount() -> None:
+        root.rename(away)
+        root.mkdir()
+
+    def mount() -> None:
+        root.rmdir()  # nothing was written there
+        away.rename(root)
+
+    unmount()
+    schedule.start()
+    wrong = f"standing by: {root} is not the root, or nothing was ever run there: .*"
+    schedule.await_said(wrong)
+    mount()
+    schedule.await_said("numbers: next at .*")
+    schedule.scheduler.clock = lambda: datetime(2028, 3, 1, tzinfo=UTC)
+    eventually(lambda: schedule.ran() == ["numbers"])
+    unmount()
+    eventually(lambda: len([line for line in schedule.said if re.fullmatch(wrong, line)]) == 2)
+    other = identity_of(root)
+    schedule.await_said(rf"standing by: {root} is another root \({other}\) than before .*")
+    for path in root.iterdir():
+        path.unlink()
+    mount()
+    schedule.await_said("scheduler: acting now")
+    (tmp_path / "log.go").touch()
+    schedule.await_said("numbers: done after .*")
+    eventually(lambda: len(told(tmp_path)) == 4, lambda: f"{told(tmp_path)}")
+    assert [line.partition(" is ")[0] for line in told(tmp_path)] == [
+        *[f" failed: standing by: {root}"] * 3,
+        "numbers published: ",
+    ]
+
+
+def test_a_run_for_another_root_begins_nothing(make_project: MakeProject) -> None:
+    project = make_project([(1, 1.0)])
+    with pytest.raises(ConflictError, match="is not the root 123 that the scheduler"):
+        project.run(due=LEAP_DAY, root="123")
+    assert not project.root.exists()
+    project.run()
+    project.run(due=LEAP_DAY, root=identity_of(project.root))
+    assert [r.due for r in project.store.runs.reports()] == [LEAP_DAY, None]
+
+
+# ---- the process of a run
+
+
+def test_a_run_has_its_deadline_from_its_first_line_on_and_leaves_nothing(tmp_path: Path) -> None:
+    """Whatever became of its scheduler."""
+    os.mkfifo(tmp_path / "project.yaml")  # it waits for somebody to write there
+    began = f"{sys.executable} -P -m precompute.jobs.scheduled_run 1 -c {tmp_path} run v"
+    with subprocess.Popen(
+        ["/bin/sh", "-c", f"sleep 300 & echo $!; exec {began} --due {LEAP_DAY} --root 1"],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as popen:
+        assert popen.stdout is not None
+        child = int(popen.stdout.readline())
+        assert popen.wait(20) == -signal.SIGALRM
+        eventually(lambda: not _alive(child))
 
 
 # ---- the real thing
@@ -475,6 +584,7 @@ class Process:
     """``precompute schedule``, and the lines it has said."""
 
     def __init__(self, project: Scene) -> None:
+        identity_of(project.root)
         self.popen = subprocess.Popen(
             _command(project),
             cwd=REPOSITORY,
@@ -554,7 +664,7 @@ def test_real_views_run_for_their_missed_time_and_after_each_other(
         views={"twice": twice},
     )
     store = project.offline
-    Ledger(project, store).settle("numbers", LONG_AGO)
+    Ledger(project, store).see("numbers", LONG_AGO)
     schedule = process(project)
     schedule.await_said("twice: done after .*")
     assert schedule.end(signal.SIGTERM)[0] == 0
@@ -569,47 +679,46 @@ def test_real_views_run_for_their_missed_time_and_after_each_other(
     }
 
 
-def test_a_killed_leaders_run_is_looked_after_by_the_next_one(
-    make_project: MakeProject, process: Callable[[Scene], Process]
+def test_a_killed_schedulers_run_goes_on_and_the_next_one_tells_its_end(
+    make_project: MakeProject, process: Callable[[Scene], Process], tmp_path: Path
 ) -> None:
-    """With the deadline that it has by then, after which it counts as tried."""
-
-    def slow(rows: list[tuple[int, float]] | None, deadline: str) -> Scene:
-        return make_project(
-            rows,
-            view={"model": {"use": "tests.models:Doubler", "args": {"sleep_s": 60}}},
-            project={
-                "schedule": {"numbers": {"at": RARELY, "deadline": deadline, "retries": 0}},
-                "lease": "2s",
-            },
-        )
-
-    project = slow([(1, 1.0)], "1h")
+    project = make_project(
+        [(1, 1.0)],
+        view={"model": {"use": "tests.models:Doubler", "args": {"sleep_s": 60}}},
+        project={
+            "schedule": {"numbers": {"at": RARELY, "retries": 0}},
+            "lease": "2s",
+            "notify": telling(tmp_path),
+        },
+    )
     store, runs = project.offline, project.store.runs
-    Ledger(project, store).settle("numbers", LONG_AGO)
+    Ledger(project, store).see("numbers", LONG_AGO)
     first = process(project)
     eventually(lambda: [r.status for r in runs.reports()] == ["running"])
     (report,) = runs.reports()
-    second = process(slow(None, "1s"))
+    second = process(project)
     second.await_said("standing by: another one acts .*")
-    assert _alive(report.pid)
     first.kill()
-    second.await_said("scheduler: acting now")
-    second.await_said(rf"numbers: goes on, started by another scheduler \(process {report.pid}\)")
-    second.await_said(r"numbers: ended \(its deadline of 1 s passed\) after .*")
-    assert not _alive(report.pid)
+    second.await_said("numbers: runs now")
+    assert _alive(report.pid)
+    os.killpg(report.pid, signal.SIGKILL)
+    eventually(lambda: told(tmp_path) != [])
     second.end(signal.SIGTERM)
     assert [(r.run, r.status, r.error) for r in runs.reports()] == [
-        (report.run, "killed", "killed: its deadline of 1 s passed")
+        (report.run, "killed", f"killed: {DIED}")
     ]
+    assert told(tmp_path) == [f"numbers killed: killed: {DIED}"]
     assert not any("started (" in line for line in second.said)
 
 
 def test_a_stopped_scheduler_loses_the_lead_and_stands_by_when_it_wakes(
     make_project: MakeProject, process: Callable[[Scene], Process]
 ) -> None:
-    project = make_project([(1, 1.0)], project={"schedule": {"numbers": RARELY}, "lease": "1s"})
-    store = project.offline
+    project = make_project(
+        [(1, 1.0)],
+        project={"schedule": {"numbers": RARELY, "b": "after numbers"}, "lease": "1s"},
+        views={"b": BASE},
+    )
     first = process(project)
     first.await_said("numbers: next at .*")
     second = process(project)
@@ -621,7 +730,7 @@ def test_a_stopped_scheduler_loses_the_lead_and_stands_by_when_it_wakes(
     leader = holder(project.root / ".scheduler", LEADER)
     assert leader is not None
     assert leader.pid == second.popen.pid
-    Ledger(project, store).settle("numbers", LONG_AGO)
-    second.await_said("numbers: done after .*")
-    assert [r.status for r in store.view("numbers").runs.reports()] == ["published"]
+    project.run()
+    second.await_said("b: done after .*")
+    assert [r.status for r in project.offline.view("b").runs.reports()] == ["published"]
     assert not any("started" in line for line in first.said)

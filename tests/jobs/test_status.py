@@ -353,10 +353,9 @@ def test_a_scheduler_that_is_gone_and_a_run_that_is_overdue_need_attention(
     assert project.status()["attention"] == [
         "the scheduler that is up does not know its schedule: restart it"
     ]
-    ledger = Ledger(project, project.offline)
-    ledger.settle("numbers", datetime.now(UTC))
+    Ledger(project, project.offline).see("numbers", datetime.now(UTC))
     assert project.status()["attention"] == []
-    ledger.settle("numbers", datetime.now(UTC) - timedelta(days=2))
+    Ledger(project, project.offline).see("numbers", datetime.now(UTC) - timedelta(days=2))
     path = next((project.root / "numbers" / "runs").glob("*.json"))
     began = datetime.now(UTC) - timedelta(days=2)
     path.write_bytes(
@@ -366,7 +365,7 @@ def test_a_scheduler_that_is_gone_and_a_run_that_is_overdue_need_attention(
     assert re.fullmatch(rf"due since \d{{4}}-\d\d-\d\d {at:%H:%M}\+00:00 and not begun", overdue)
     leader.release()
     assert project.status()["attention"] == [f"{overdue}: no scheduler is up"]
-    ledger.settle("numbers", datetime.now(UTC))
+    Ledger(project, project.offline).see("numbers", datetime.now(UTC))
     assert project.status()["attention"] == ["scheduled, and no scheduler is up"]
     with take(store.leases, run_lease(None), "run"):
         assert project.status()["attention"] == ["scheduled, and no scheduler is up"]

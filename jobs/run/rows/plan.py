@@ -61,6 +61,7 @@ class RunOptions:
         reload: publish it again, though the online store seems to hold it.
         take_over: publish it, though another project publishes the view in the online store.
         due: the schedule's time this run is for, ISO 8601 in UTC.
+        root: name of the root that it is for; nothing is begun in another.
         backfill: id of the backfill this run is a part of.
         live_before: of a backfill: number of the snapshot that readers had when it began, whose
             contract its partitions keep; None without any.
@@ -81,6 +82,7 @@ class RunOptions:
     reload: bool = False
     take_over: bool = False
     due: str | None = None
+    root: str | None = None
     backfill: str | None = None
     live_before: int | None = None
     in_order: bool = False

@@ -1,0 +1,36 @@
+"""Scheduled run: the process of a run that the scheduler begins, ``scheduled_run SECONDS COMMAND``.
+It has its deadline from its first line on, of the kernel, and nothing that it started outlives it,
+whatever became of the scheduler meanwhile."""
+
+import os
+import signal
+import sys
+import time
+
+LOOK_S = 1.0
+"""How soon after the process its children end."""
+
+
+def _begin() -> None:
+    """Have the kernel end this process at its deadline, and another one what it leaves in its
+    group, of which it is the head."""
+    signal.setitimer(signal.ITIMER_REAL, float(sys.argv.pop(1)))
+    head = os.getpid()
+    if os.getpgrp() != head or os.fork():
+        return
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    # whoever reads what the run prints sees its end
+    for file in range(3):
+        os.close(file)
+    while os.getppid() == head:
+        time.sleep(LOOK_S)
+    os.killpg(head, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    _begin()
+    # all that takes time to load
+    from precompute.jobs.cli import main
+
+    sys.exit(main())
