@@ -14,7 +14,8 @@ import os
 import shutil
 import threading
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -96,6 +97,20 @@ class Storage(Protocol):
         Raises:
             FileNotFoundError: there is none.
         """
+
+    def read_ahead(self, paths: Sequence[Path]) -> None:
+        """Have immutable records at hand that are about to be read, requested side by side."""
+
+    def look(self, root: Path, folders: Collection[Path]) -> AbstractContextManager[None]:
+        """While it lasts, what lies in the root's folder and in these folders of views is read as
+        it was at its beginning: by few requests, however many records there are. What this process
+        writes meanwhile is seen.
+
+        Args:
+            root: the root's folder.
+            folders: those of the views that are looked at.
+        """
+        ...
 
     def create(self, path: Path, data: bytes, *, point: str | None = None) -> None:
         """Create a record, durably and exactly once.
@@ -205,6 +220,12 @@ class LocalStorage:
             raise
         except OSError as exc:
             raise no_answer(path, exc) from exc
+
+    def read_ahead(self, paths: Sequence[Path]) -> None:
+        """They are here."""
+
+    def look(self, root: Path, folders: Collection[Path]) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def create(self, path: Path, data: bytes, *, point: str | None = None) -> None:
         try:
