@@ -164,6 +164,15 @@ class Storage(Protocol):
         """When a file in a folder was last created, replaced or removed, ns since 1970; None where
         there is no folder."""
 
+    def now_s(self, folder: Path) -> float:
+        """Seconds since 1970 by the clock that ``modified_ns`` of the files there is by, which may
+        be another host's.
+
+        Raises:
+            OSError: nothing can be written there, by which it is learnt.
+        """
+        ...
+
     def size_bytes(self, folder: Path) -> int:
         """What the files in a folder, and below it, take."""
 
@@ -314,6 +323,14 @@ class LocalStorage:
         except OSError as exc:
             raise no_answer(folder, exc) from exc
 
+    def now_s(self, folder: Path) -> float:
+        import tempfile
+
+        there = next(folder for folder in (folder, *folder.parents) if folder.exists())
+        # a file without a name leaves nothing behind
+        with tempfile.TemporaryFile(dir=there) as file:
+            return os.fstat(file.fileno()).st_mtime
+
     def size_bytes(self, folder: Path) -> int:
         total = 0
         for below, _, names in os.walk(folder):
@@ -327,11 +344,7 @@ class LocalStorage:
         return str(path)
 
     def check_writable(self, root: Path) -> None:
-        import tempfile
-
-        there = next(folder for folder in (root, *root.parents) if folder.exists())
-        # a file without a name leaves nothing behind
-        tempfile.TemporaryFile(dir=there).close()
+        self.now_s(root)
 
     def put(self, paths: Sequence[Path]) -> None:
         """They are there."""

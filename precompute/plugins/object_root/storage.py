@@ -125,6 +125,7 @@ class ObjectStorage:
         self._proven, self._lock, self._last_ns = False, threading.Lock(), 0
         self._seen = _Seen()
         self._look = _Look()
+        self._ahead_s: float | None = None
         self._cache_bytes = cache_bytes
         os.register_at_fork(after_in_child=_note_fork)
 
@@ -392,6 +393,17 @@ class ObjectStorage:
         items = self.items(folder)
         # one that was removed counts, too
         return max(item.modified_ns for item in items) + len(items) if items else None
+
+    def now_s(self, folder: Path) -> float:
+        if self._ahead_s is None:
+            probe = self._folder / f".probe-{uuid.uuid4().hex}"
+            self.write(probe, b"")
+            item, now_s = self.stat(probe), _awake_s()
+            self.delete(probe)
+            if item is None:
+                raise _gone(probe)
+            self._ahead_s = item.modified_ns / 1e9 - now_s
+        return _awake_s() + self._ahead_s
 
     def size_bytes(self, folder: Path) -> int:
         key = self._key(folder)
