@@ -24,7 +24,7 @@ from precompute.store.account.account import BEHIND_S, read_account, read_follow
 from precompute.store.account.checker import LOOK_S, check_live
 from precompute.store.disk.lease import is_held
 from precompute.store.disk.record import Record, plain
-from precompute.store.disk.storage import StorageError, read_record_file
+from precompute.store.disk.storage import StorageError, read_record_file, storage_of
 from precompute.store.doors import VIEW_KEYS
 from precompute.store.errors import (
     OnlineStoreError,
@@ -480,8 +480,9 @@ def project_status(project: Project, views: Collection[str] = ()) -> list[dict[s
         ConfigError: one of ``views`` is neither configured nor served.
     """
     offline, online = project.offline, open_online_store(project.online)
-    lines, waited = [], never_began(project)
-    try:
+    storage, folders = storage_of(project.root), [offline.view(n).folder for n in project.names]
+    with storage.look(project.root, folders), contextlib.closing(online):
+        lines, waited = [], never_began(project)
         unconfigured = _unconfigured(project, online)
         for name in views:
             project.named(name, [line["view"] for line in unconfigured])
@@ -503,8 +504,6 @@ def project_status(project: Project, views: Collection[str] = ()) -> list[dict[s
                 )
             lines.append(line)
         return lines + [line for line in unconfigured if not views or line["view"] in views]
-    finally:
-        online.close()
 
 
 def _unconfigured(project: Project, online: OnlineStore) -> list[dict[str, Any]]:

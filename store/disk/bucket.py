@@ -51,11 +51,12 @@ def open_store(url: str, retry_s: float, request_s: float) -> Any:
                 "allow_http": endpoint.startswith("http://"),
             },
             retry_config={
-                "max_retries": 8,
+                # time alone ends it
+                "max_retries": 1_000_000,
                 "retry_timeout": timedelta(seconds=retry_s),
                 "backoff": {
                     "init_backoff": timedelta(milliseconds=100),
-                    "max_backoff": timedelta(seconds=3),
+                    "max_backoff": timedelta(seconds=min(3.0, retry_s / 8)),
                     "base": 2,
                 },
             },

@@ -15,6 +15,7 @@ import time
 import weakref
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 from precompute.store.disk.durable_file import disk_message, locked, make_folder, replace_durably
 from precompute.store.disk.record import Record, replace, sealed, whole_record
@@ -44,6 +45,9 @@ UNREADABLE = "somebody whose record is damaged"
 _held: weakref.WeakSet[Lease] = weakref.WeakSet()
 """Leases that this process holds."""
 _held_lock = threading.Lock()
+_seen: dict[Path, tuple[object, float, bool]] = {}
+"""The last sign of life that this process saw of a lease, by the path of its file, when it came
+(monotonic s), and whether there was another before it."""
 
 
 class Holder(Record, frozen=True):
@@ -65,12 +69,12 @@ class Lease:
         that it lives
 
     A holder that died on this machine is known at once, since the kernel let go of its flock; one
-    on another machine, or one that is stopped, once its TTL passed without a touch. Anyone who
-    takes over raises the **fence**; the late holder finds a higher one and is refused. Safety never
-    rests on a clock, only how soon another process may take over.
+    on another machine, or one that is stopped, is watched by who wants the lease, and overtaken
+    when there was no touch for a TTL by the clock of who watched. Anyone who takes over raises the
+    **fence**; the late holder finds a higher one and is refused. No two clocks are compared, and
+    safety rests on none.
 
-    Of a root elsewhere the record itself is what is touched, by compare and swap; who takes over
-    has seen it unchanged for a TTL by a clock of its own.
+    Of a root elsewhere the record itself is what is touched, by compare and swap.
     """
 
     def __init__(self, folder: Path, name: str, record: Holder, sign: _Locked | _Swapped) -> None:
@@ -238,13 +242,19 @@ def take(
 def _take(folder: Path, name: str, by: str, ttl_s: float, busy: str, force: bool) -> Lease:
     storage, path = storage_of(folder), _record_path(folder, name)
     try:
+        if storage.local:
+            make_folder(folder)
+        while not force and not _may_be_taken(found := _found(storage, folder, name)):
+            assert found is not None
+            if not _seems_silent(storage, found):
+                raise _held_error(found.holder, name, busy)
+            time.sleep(found.holder.ttl_s / 20)
         if not storage.local:
             return _take_swapped(storage, folder, name, by, ttl_s, busy, force)
-        make_folder(folder)
         with locked(folder / ".lock"):
-            last = holder(folder, name)
-            if last is not None and not force and _is_held(folder, name, last):
-                raise _held_error(last, name, busy)
+            last, now = holder(folder, name), _found(storage, folder, name)
+            if now is not None and not force and not _may_be_taken(now):
+                raise _held_error(now.holder, name, busy)
             record = Holder(1 if last is None else last.fence + 1, by, _host(), os.getpid(), ttl_s)
             sign = _Locked(folder, name, record.fence)
             try:
@@ -268,7 +278,7 @@ def _take_swapped(
 ) -> Lease:
     """As :func:`take`, of a root that is not local."""
     path = _record_path(folder, name)
-    before = _read_or_none(storage, path) if force else _free_record(storage, path, name, busy)
+    before = _read_or_none(storage, path)
     last = whole_record(_Sign, before, path)
     # the fence of a damaged one is not known: past any that was given
     fence = last.holder.fence if last else 0 if before is None else time.time_ns() // 1000
@@ -276,8 +286,8 @@ def _take_swapped(
     sign = _Sign(record, _started(os.getpid()))
 
     def swapped(data: bytes | None) -> bytes:
-        if data != before:
-            found = whole_record(_Sign, data, path)
+        found = _found_elsewhere(path, data)
+        if data != before or not (force or _may_be_taken(found)):
             raise _held_error(record if found is None else found.holder, name, busy)
         return sealed(sign)
 
@@ -285,29 +295,73 @@ def _take_swapped(
     return Lease(folder, name, record, _Swapped(storage, path, sign))
 
 
-def _free_record(storage: Storage, path: Path, name: str, busy: str) -> bytes | None:
-    """The record of a lease that may be taken. A holder that seems silent, by the store's clock and
-    this one, is watched: it may be taken over when its record stood still for its TTL.
+class _Found(NamedTuple):
+    """A lease that somebody may hold: the file that shows it, and what changes there with each sign
+    of life."""
 
-    Raises:
-        ConflictError: a process holds it.
-    """
-    before = _read_or_none(storage, path)
-    last = whole_record(_Sign, before, path)
-    if last is None or last.free or _is_dead(last):
-        return before
-    if _seems_alive(storage, path, last):
-        raise _held_error(last.holder, name, busy)
-    limit = time.monotonic() + last.holder.ttl_s
-    while time.monotonic() < limit:
-        time.sleep(last.holder.ttl_s / 20)
-        found = _read_or_none(storage, path)
-        if found != before:
-            sign = whole_record(_Sign, found, path)
-            if sign is None or sign.free:
-                return found
-            raise _held_error(sign.holder, name, busy)
-    return before
+    holder: Holder
+    path: Path
+    sign: object
+
+
+def _found(storage: Storage, folder: Path, name: str) -> _Found | None:
+    """Who may hold a lease; None where it is known that nobody does."""
+    path = _record_path(folder, name)
+    if not storage.local:
+        return _found_elsewhere(path, _read_or_none(storage, path))
+    last = holder(folder, name)
+    if last is None:
+        return None
+    path = _held_path(folder, name, last.fence)
+    try:
+        with path.open("rb") as file:
+            sign = os.fstat(file.fileno()).st_mtime_ns
+            if last.host == _host():
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return None
+    except FileNotFoundError:
+        return None
+    except BlockingIOError:
+        pass
+    except OSError as exc:
+        raise no_answer(path, exc) from exc
+    return _Found(last, path, sign)
+
+
+def _found_elsewhere(path: Path, data: bytes | None) -> _Found | None:
+    sign = whole_record(_Sign, data, path)
+    return None if sign is None or sign.free or _is_dead(sign) else _Found(sign.holder, path, sign)
+
+
+def _still_s(found: _Found) -> tuple[float, bool]:
+    """For how long this process saw no sign of life of a lease, by a clock that nobody sets, and
+    whether it ever saw one."""
+    now_s = time.monotonic()
+    sign, since_s, beats = _seen.get(found.path, (None, now_s, False))
+    if sign != found.sign:
+        beats, since_s = sign is not None, now_s
+        _seen[found.path] = found.sign, since_s, beats
+    return now_s - since_s, beats
+
+
+def _may_be_taken(found: _Found | None) -> bool:
+    """Whether nobody holds a lease, or who does gave no sign of life for a TTL."""
+    return found is None or _still_s(found)[0] >= found.holder.ttl_s
+
+
+def _seems_silent(storage: Storage, found: _Found) -> bool:
+    """Whether it is worth watching who holds a lease, or, of a look that is the first, what is most
+    likely: by the last sign of life and now, both by the clock of what the root lies in."""
+    still_s, beats = _still_s(found)
+    if still_s >= found.holder.ttl_s:
+        return True
+    try:
+        item = None if beats else storage.stat(found.path)
+        now_s = 0.0 if item is None else storage.now_s(found.path.parent)
+    except OSError:
+        # who may not write there does not learn what time it is there
+        return False
+    return item is not None and now_s > item.modified_ns / 1e9 + found.holder.ttl_s
 
 
 def _held_error(by: Holder, name: str, busy: str) -> ConflictError:
@@ -325,11 +379,6 @@ def _is_dead(sign: _Sign) -> bool:
     """Whether it is known to be: its process is of this boot of this machine, and gone."""
     by = sign.holder
     return by.host == f"{_host()} {_namespace()}" and _started(by.pid) != sign.started
-
-
-def _seems_alive(storage: Storage, path: Path, sign: _Sign) -> bool:
-    item = storage.stat(path)
-    return item is not None and time.time() < item.modified_ns / 1e9 + sign.holder.ttl_s * 2 / 3
 
 
 def _started(pid: int) -> str:
@@ -359,34 +408,11 @@ def release_leases() -> None:
 
 
 def is_held(folder: Path, name: str) -> bool:
-    """Whether a process holds the lease now; of a holder on another host, as far as clocks tell."""
-    storage, path = storage_of(folder), _record_path(folder, name)
-    if not storage.local:
-        sign = whole_record(_Sign, _read_or_none(storage, path), path)
-        item = None if sign is None or sign.free else storage.stat(path)
-        if sign is None or item is None or _is_dead(sign):
-            return False
-        return time.time() < item.modified_ns / 1e9 + sign.holder.ttl_s
-    last = holder(folder, name)
-    return last is not None and _is_held(folder, name, last)
-
-
-def _is_held(folder: Path, name: str, last: Holder) -> bool:
-    path = _held_path(folder, name, last.fence)
-    try:
-        if time.time() > path.stat().st_mtime + last.ttl_s:
-            return False
-        if last.host != _host():
-            return True
-        with path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return False
-    except FileNotFoundError:
-        return False
-    except BlockingIOError:
-        return True
-    except OSError as exc:
-        raise no_answer(path, exc) from exc
+    """Whether a process holds the lease now; of one that this process watched, by its signs of
+    life, else by the clock of what the root lies in."""
+    storage = storage_of(folder)
+    found = _found(storage, folder, name)
+    return found is not None and not _seems_silent(storage, found)
 
 
 def holder(folder: Path, name: str) -> Holder | None:

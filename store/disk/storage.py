@@ -14,7 +14,8 @@ import os
 import shutil
 import threading
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -97,6 +98,20 @@ class Storage(Protocol):
             FileNotFoundError: there is none.
         """
 
+    def read_ahead(self, paths: Sequence[Path]) -> None:
+        """Have immutable records at hand that are about to be read, requested side by side."""
+
+    def look(self, root: Path, folders: Collection[Path]) -> AbstractContextManager[None]:
+        """While it lasts, what lies in the root's folder and in these folders of views is read as
+        it was at its beginning: by few requests, however many records there are. What this process
+        writes meanwhile is seen.
+
+        Args:
+            root: the root's folder.
+            folders: those of the views that are looked at.
+        """
+        ...
+
     def create(self, path: Path, data: bytes, *, point: str | None = None) -> None:
         """Create a record, durably and exactly once.
 
@@ -148,6 +163,15 @@ class Storage(Protocol):
     def changed_ns(self, folder: Path) -> int | None:
         """When a file in a folder was last created, replaced or removed, ns since 1970; None where
         there is no folder."""
+
+    def now_s(self, folder: Path) -> float:
+        """Seconds since 1970 by the clock that ``modified_ns`` of the files there is by, which may
+        be another host's.
+
+        Raises:
+            OSError: nothing can be written there, by which it is learnt.
+        """
+        ...
 
     def size_bytes(self, folder: Path) -> int:
         """What the files in a folder, and below it, take."""
@@ -205,6 +229,12 @@ class LocalStorage:
             raise
         except OSError as exc:
             raise no_answer(path, exc) from exc
+
+    def read_ahead(self, paths: Sequence[Path]) -> None:
+        """They are here."""
+
+    def look(self, root: Path, folders: Collection[Path]) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def create(self, path: Path, data: bytes, *, point: str | None = None) -> None:
         try:
@@ -293,6 +323,14 @@ class LocalStorage:
         except OSError as exc:
             raise no_answer(folder, exc) from exc
 
+    def now_s(self, folder: Path) -> float:
+        import tempfile
+
+        there = next(folder for folder in (folder, *folder.parents) if folder.exists())
+        # a file without a name leaves nothing behind
+        with tempfile.TemporaryFile(dir=there) as file:
+            return os.fstat(file.fileno()).st_mtime
+
     def size_bytes(self, folder: Path) -> int:
         total = 0
         for below, _, names in os.walk(folder):
@@ -306,11 +344,7 @@ class LocalStorage:
         return str(path)
 
     def check_writable(self, root: Path) -> None:
-        import tempfile
-
-        there = next(folder for folder in (root, *root.parents) if folder.exists())
-        # a file without a name leaves nothing behind
-        tempfile.TemporaryFile(dir=there).close()
+        self.now_s(root)
 
     def put(self, paths: Sequence[Path]) -> None:
         """They are there."""

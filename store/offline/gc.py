@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 
 from precompute.store.disk.crashpoint import crashpoint
@@ -90,7 +89,10 @@ def collect(
         SnapshotError: a file cannot be removed.
         FencedError: a lease was lost.
     """
-    young_s = (time.time() if now_s is None else now_s) - grace_s
+    if now_s is None:
+        # who only looks may have no right to write
+        now_s = time.time() if dry_run else store.storage.now_s(store.folder)
+    young_s = now_s - grace_s
     catalog = store.catalog()
     manifests = catalog.entries
     for number, exc in catalog.damaged.items():
@@ -247,10 +249,11 @@ def _reachable(
     made = () if served is None else (served.number, *served.members)
     live = {manifests[number].computation for number in made if number in manifests}
     for number in sorted(manifests, reverse=True):
-        if datetime.fromisoformat(manifests[number].created_at).timestamp() > young_s:
+        # when it was written, by the clock that files are by
+        if catalog.stamps[number][1] / 1e9 > young_s:
             roots.add(number)
     roots.update(_newest(manifests, store.log.bad(), live, keep))
-    roots |= _inputs_of_others(store, manifests, report)
+    roots |= _inputs_of_others(store, catalog, report)
     todo = [number for number in roots if number in manifests]
     reachable = set(todo)
     while todo:
@@ -282,7 +285,7 @@ def _newest(
 
 
 def _inputs_of_others(
-    store: ViewStore, manifests: Mapping[int, Entry], report: Callable[[str], None]
+    store: ViewStore, catalog: Catalog, report: Callable[[str], None]
 ) -> set[int]:
     """Snapshots of this view that other views' live ones were computed from: their fallbacks read
     them. Of one that cannot be read it is not known which; all that were there when it was
@@ -292,7 +295,7 @@ def _inputs_of_others(
         state = other.log.state()
         if state.unknown:
             # nor is it what it was computed from
-            inputs.update(manifests)
+            inputs.update(catalog.entries)
         ref = state.live
         for number in () if ref is None else (ref.snapshot, ref.previous):
             path = other.manifest_path(number or 0)
@@ -308,10 +311,7 @@ def _inputs_of_others(
                 if other.storage.stat(path) is not None:
                     report(_sentence(other.name, number, exc))
                     inputs.update(
-                        n
-                        for n, entry in manifests.items()
-                        if datetime.fromisoformat(entry.created_at).timestamp()
-                        <= item.modified_ns / 1e9
+                        n for n in catalog.entries if catalog.stamps[n][1] <= item.modified_ns
                     )
     return inputs
 

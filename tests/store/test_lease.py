@@ -207,20 +207,45 @@ def test_it_beats_no_more_once_it_is_let_go(folder: Path) -> None:
     assert set(threading.enumerate()) <= before
 
 
-def test_a_holder_on_another_machine_is_believed_until_its_ttl_is_over(folder: Path) -> None:
-    """Its flock cannot be seen from here, only its touches."""
+def far_away(folder: Path, ttl_s: float = 0.4) -> Path:
+    """The file that a holder on another machine touches; its flock cannot be seen from here."""
     take(folder, "run", "me").release()
-    record = Holder(7, "far away", "another machine", os.getpid(), 60.0)
+    record = Holder(7, "far away", "another machine", os.getpid(), ttl_s)
     replace_durably(folder / "lease-run.json", sealed(record))
     path = folder / ".lease-run.7.held"
     path.touch()
+    return path
+
+
+def test_a_holder_on_another_machine_is_believed_until_its_ttl_is_over(folder: Path) -> None:
+    far_away(folder)
     assert is_held(folder, "run")
     with pytest.raises(ConflictError, match="far away"):
         take(folder, "run", "me")
-    os.utime(path, (time.time() - 61, time.time() - 61))
-    assert not is_held(folder, "run")
+    until(lambda: not is_held(folder, "run"), "it is believed though it is not heard of")
     with take(folder, "run", "me") as lease:
         assert lease.record.fence == 8
+
+
+@pytest.mark.parametrize("off_s", [-900, 900])
+def test_signs_of_life_count_whatever_time_they_bear(folder: Path, off_s: float) -> None:
+    """Of a host whose clock is off, or after this one's was set; also for who looks for the first
+    time, and takes what seems silent, but is watched."""
+    path, stop = far_away(folder, 3.0), threading.Event()
+
+    def beats() -> None:
+        while not stop.wait(0.05):
+            os.utime(path, (time.time() + off_s, time.time() + off_s))
+
+    beating = threading.Thread(target=beats)
+    beating.start()
+    try:
+        with pytest.raises(ConflictError, match="far away"):
+            take(folder, "run", "me")
+        assert is_held(folder, "run")
+    finally:
+        stop.set()
+        beating.join()
 
 
 # ---- force

@@ -19,14 +19,16 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import obstore
 from obstore.exceptions import (
     AlreadyExistsError,
     BaseError,
+    GenericError,
     NotFoundError,
     PreconditionError,
 )
@@ -34,10 +36,10 @@ from obstore.exceptions import (
 from precompute.plugins.object_root.keys import CacheKeys
 from precompute.store.disk.bucket import failure, open_store
 from precompute.store.disk.crashpoint import crashpoint
-from precompute.store.disk.durable_file import restore
-from precompute.store.disk.record import digest_of
+from precompute.store.disk.durable_file import replace_undurably, restore
+from precompute.store.disk.record import content_of, digest_of
 from precompute.store.disk.storage import File, Item, StorageError, is_mounted, mount
-from precompute.store.errors import ConfigError, PrecomputeError, SnapshotError
+from precompute.store.errors import ConfigError, PrecomputeError, SnapshotError, UnreadableError
 
 log = logging.getLogger(__name__)
 
@@ -47,16 +49,25 @@ is written by compare and swap, or under a lease: as if it was decided so much e
 IMMUTABLE_S = 60.0
 """The same for a record that never changes, but may be removed."""
 
-RETRY_S, REQUEST_S = 12.0, 8.0
-"""Seconds for which a request for a record is retried, and that one try may take: together below a
-third of a lease's TTL of 60 s, so that its holder misses no sign of life for a store that is
-slow."""
+RETRY_S, REQUEST_S = 12.0, 6.0
+"""Seconds for which a request for a record is tried again, and that one try may take: together
+below a third of a lease's TTL of 60 s, so that its holder misses no sign of life for a store that
+is slow."""
 FILE_S = 300.0
 """The same for a file: parts are a few tens of MB."""
-AT_ONCE = 8
-"""Files that are fetched, or sent, side by side."""
+AT_ONCE, RECORDS_AT_ONCE = 8, 32
+"""Files that are fetched, or sent, side by side; and records, and listings."""
+RECORDS = ".records"
+"""Folder of the cache where records are kept; each is believed while it bears the tag that a
+listing has."""
+AFTER_DATA = "data0"
+"""After all that lies in a view's ``data/``, as names are sorted: a look does not list that, since
+manifests and segments tell of it."""
 UNUSED_S = 3600.0
 """A file that was used since stays in the cache, however full it is: a process may open it."""
+TRIES = 4
+"""Requests for what comes other than it was written: by then a network that flips bits is told from
+damage in the store."""
 MOST_SEEN = 1000
 CHUNK_BYTES = 4 * 2**20
 LOGS = ".logs"
@@ -66,6 +77,8 @@ have."""
 _NONCE = b'{"nonce": "%s"}\n'
 _NONCE_BYTES = len(_NONCE % uuid.uuid4().hex.encode())
 
+
+_R = TypeVar("_R")
 
 _forked = False
 
@@ -111,23 +124,79 @@ class ObjectStorage:
             raise ConfigError(f"root: {exc}") from exc
         self._proven, self._lock, self._last_ns = False, threading.Lock(), 0
         self._seen = _Seen()
+        self._look = _Look()
+        self._ahead_s: float | None = None
         self._cache_bytes = cache_bytes
         os.register_at_fork(after_in_child=_note_fork)
 
     # ---- records
 
     def read(self, path: Path, *, immutable: bool = False) -> bytes:
+        key, looked = self._key(path), self._looked_at(path.parent)
+        listed = looked or (self._seen.get(f"{key.rpartition('/')[0]}//", IMMUTABLE_S) or _NOTHING)
+        meta = listed.objects.get(path.name)
+        if meta is not None and (immutable or looked):
+            kept = self._kept(key, meta["e_tag"])
+            if kept is not None:
+                return _without_nonce(kept)
+        elif looked:
+            raise _gone(path)
         return _without_nonce(self._read(path, IMMUTABLE_S if immutable else FRESH_S)[0])
+
+    def read_ahead(self, paths: Sequence[Path]) -> None:
+        def had(path: Path) -> None:
+            # who reads it is told
+            with contextlib.suppress(OSError):
+                self.read(path, immutable=True)
+
+        _at_once(had, paths, RECORDS_AT_ONCE)
 
     def _read(self, path: Path, fresh_s: float = 0.0) -> tuple[bytes, Any]:
         """Bytes, and what they are swapped by; as they were up to ``fresh_s`` ago."""
         key = self._key(path)
         seen: tuple[bytes, Any] | None = self._seen.get(key, fresh_s)
         if seen is None:
-            with self._translated(path):
-                found = obstore.get(self._records, key)
-                seen = self._seen.put(key, (found.bytes().to_bytes(), _token(found.meta)))
+            came = list[tuple[bytes, Any]]()
+            while True:
+                with self._translated(path):
+                    found = obstore.get(self._records, key)
+                    data = found.bytes().to_bytes()
+                # what comes alike twice lies there so, and who parses it says that it is damaged
+                came, before = [*came, (data, _token(found.meta))], came
+                if came[-1] in before or _is_whole(path, data):
+                    break
+                if len(came) >= TRIES:
+                    raise self._flipped(path)
+                if before and came[-1][1] != before[-1][1]:
+                    # it was replaced meanwhile
+                    came = came[-1:]
+            seen = self._seen.put(key, came[-1])
+            self._keep(key, found.meta["e_tag"], data)
         return seen
+
+    def _flipped(self, path: Path) -> StorageError:
+        return StorageError(
+            errno.EREMOTEIO,
+            f"{self.shown(path)}: each of {TRIES} requests gave other bytes, and none those that"
+            " were written: look at the network between this host and the store",
+        )
+
+    def _keep(self, key: str, tag: str | None, data: bytes) -> None:
+        """Have a record here, below a checksum of its bytes and of the tag that the store gave
+        them; that there is no room for it is no error."""
+        path = self._folder / RECORDS / key
+        with contextlib.suppress(OSError):
+            _here(path)
+            replace_undurably(path, _vouched(tag, data) + data)
+
+    def _kept(self, key: str, tag: str | None) -> bytes | None:
+        """The record that has a tag in the store, where it is here and whole."""
+        try:
+            kept = (self._folder / RECORDS / key).read_bytes()
+        except OSError:
+            return None
+        data = kept[_VOUCHED_BYTES:]
+        return data if tag and kept.startswith(_vouched(tag, data)) else None
 
     def create(self, path: Path, data: bytes, *, point: str | None = None) -> None:
         self.check_writable(self._folder)
@@ -189,14 +258,17 @@ class ObjectStorage:
             with self._translated(path):
                 yield
         finally:
-            self._seen.forget(self._key(path), self._key(path.parent) + "/")
+            folder = self._key(path.parent)
+            # of what else is listed there the tags stay
+            (self._seen.get(f"{folder}//", IMMUTABLE_S) or _NOTHING).objects.pop(path.name, None)
+            self._seen.forget(self._key(path), f"{folder}/")
+            self._written(folder)
 
     def _put(self, path: Path, data: bytes, mode: Any) -> bool:
         """Whether it was written as ``mode`` demands; where no answer came, whether it is there."""
         try:
-            with self._changing(path):
-                obstore.put(self._records, self._key(path), data, mode=mode, use_multipart=False)
-                return True
+            self._write(path, data, mode)
+            return True
         except (AlreadyExistsError, PreconditionError, FileNotFoundError):
             # it changed, or was removed, since it was read
             return False
@@ -209,48 +281,108 @@ class ObjectStorage:
 
     def write(self, path: Path, data: bytes) -> None:
         _here(path)
+        self._write(path, data, "overwrite")
+
+    def _write(self, path: Path, data: bytes, mode: Any) -> None:
+        key = self._key(path)
         with self._changing(path):
-            obstore.put(self._records, self._key(path), data, use_multipart=False)
+            put = _insist(
+                partial(obstore.put, self._records, key, data, mode=mode, use_multipart=False)
+            )
+        self._keep(key, put["e_tag"], data)
 
     def delete(self, path: Path) -> None:
         with contextlib.suppress(FileNotFoundError), self._changing(path):
-            obstore.delete(self._records, self._key(path))
-        path.unlink(missing_ok=True)
+            _insist(partial(obstore.delete, self._records, self._key(path)))
+        for here in (path, self._folder / RECORDS / self._key(path)):
+            here.unlink(missing_ok=True)
 
     def delete_all(self, folder: Path) -> None:
         for prefix in (self._key(folder), f"{LOGS}/{self._key(folder)}"):
             with self._translated(folder):
                 for found in obstore.list(self._records, prefix, chunk_size=1000):
-                    obstore.delete(self._records, [item["path"] for item in found])
+                    gone = [item["path"] for item in found]
+                    _insist(partial(obstore.delete, self._records, gone))
         self._seen.clear()
-        with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(folder)
+        self._written(self._key(folder))
+        for here in (folder, self._folder / RECORDS / self._key(folder)):
+            with contextlib.suppress(FileNotFoundError):
+                shutil.rmtree(here)
 
     # ---- listings
 
+    @contextlib.contextmanager
+    def look(self, root: Path, folders: Collection[Path]) -> Iterator[None]:
+        try:
+            trees = {"": {"": self._listed(root)}}
+            _at_once(lambda folder: trees.update([self._tree(folder)]), folders, RECORDS_AT_ONCE)
+            self._look.trees = trees
+        except StorageError as exc:
+            # who reads is told, without a request that gets no answer for each
+            self._look.trees = exc
+        try:
+            yield
+        finally:
+            self._look.trees = None
+
+    def _tree(self, folder: Path) -> tuple[str, dict[str, _Listing]]:
+        """What lies in a view's folder, and in those below it, but for its data, by folder; records
+        that are kept here of what is there no more are removed."""
+        key, tree = self._key(folder), dict[str, _Listing]()
+        for meta in self._below(folder, key, f"{key}/{AFTER_DATA}"):
+            above, _, name = meta["path"].rpartition("/")
+            tree.setdefault(above, _Listing()).objects[name] = meta
+            while above != key:
+                above, _, name = above.rpartition("/")
+                tree.setdefault(above, _Listing()).folders.add(name)
+        kept = self._folder / RECORDS
+        for path in (kept / key).rglob("*.json*"):
+            of = tree.get(path.parent.relative_to(kept).as_posix(), _NOTHING)
+            if path.name not in of.objects:
+                path.unlink(missing_ok=True)
+        return key, tree
+
+    def _looked_at(self, folder: Path) -> _Listing | None:
+        """What was in a folder when the look that goes on began; None where there is none, or it
+        does not know."""
+        trees, key = self._look.trees, self._key(folder)
+        if isinstance(trees, StorageError):
+            raise trees
+        top, _, below = key.partition("/")
+        if trees is None or top not in trees or (top and below < AFTER_DATA):
+            return None
+        return trees[top].get(key, _NOTHING)
+
+    def _written(self, key: str) -> None:
+        """Forget what the look knows of the view that a key is of."""
+        if isinstance(self._look.trees, dict):
+            self._look.trees.pop(key.partition("/")[0], None)
+
     def names(self, folder: Path) -> list[str]:
         found = self._listed(folder)
-        return [
-            name.rpartition("/")[2]
-            for name in (*found["common_prefixes"], *(item["path"] for item in found["objects"]))
-        ]
+        return [*found.folders, *found.objects]
 
     def items(self, folder: Path) -> list[Item]:
-        return [
-            _item(folder / meta["path"].rpartition("/")[2], meta)
-            for meta in self._listed(folder)["objects"]
-        ]
+        return [_item(folder / name, meta) for name, meta in self._listed(folder).objects.items()]
 
-    def _listed(self, folder: Path) -> Any:
+    def _listed(self, folder: Path) -> _Listing:
         key = self._key(folder)
-        listed = self._seen.get(f"{key}/", FRESH_S)
+        listed: _Listing | None = self._looked_at(folder) or self._seen.get(f"{key}/", FRESH_S)
         if listed is None:
             with self._translated(folder):
-                listed = obstore.list_with_delimiter(self._records, key or None)
+                found = obstore.list_with_delimiter(self._records, key or None)
+            listed = _Listing(
+                {name.rpartition("/")[2] for name in found["common_prefixes"]},
+                {meta["path"].rpartition("/")[2]: meta for meta in found["objects"]},
+            )
             self._seen.put(f"{key}/", listed)
+            self._seen.put(f"{key}//", _Listing(set(), dict(listed.objects)))
         return listed
 
     def stat(self, path: Path) -> Item | None:
+        if (looked := self._looked_at(path.parent)) is not None:
+            meta = looked.objects.get(path.name)
+            return None if meta is None else _item(path, meta)
         try:
             with self._translated(path):
                 return _item(path, obstore.head(self._records, self._key(path)))
@@ -261,6 +393,17 @@ class ObjectStorage:
         items = self.items(folder)
         # one that was removed counts, too
         return max(item.modified_ns for item in items) + len(items) if items else None
+
+    def now_s(self, folder: Path) -> float:
+        if self._ahead_s is None:
+            probe = self._folder / f".probe-{uuid.uuid4().hex}"
+            self.write(probe, b"")
+            item, now_s = self.stat(probe), _awake_s()
+            self.delete(probe)
+            if item is None:
+                raise _gone(probe)
+            self._ahead_s = item.modified_ns / 1e9 - now_s
+        return _awake_s() + self._ahead_s
 
     def size_bytes(self, folder: Path) -> int:
         key = self._key(folder)
@@ -273,7 +416,7 @@ class ObjectStorage:
     # ---- files
 
     def put(self, paths: Sequence[Path]) -> None:
-        self._at_once(self._send, paths)
+        _at_once(self._send, paths, AT_ONCE)
 
     def _send(self, path: Path) -> None:
         with self._changing(path):
@@ -281,27 +424,34 @@ class ObjectStorage:
 
     def fetch(self, files: Iterable[File], *, again: bool = False) -> bool:
         away = [file for file in files if again or not _is_here(file)]
-        self._at_once(partial(self._get, again=again), away)
+        _at_once(partial(self._get, again=again), away, AT_ONCE)
         if away:
             self._trim()
         return True
 
     def _get(self, file: File, *, again: bool) -> None:
-        path, digest = file.path, hashlib.sha256()
+        path, before = file.path, ""
         temporary = path.with_name(f".{path.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}.tmp")
         try:
-            with self._translated(path):
-                _here(path)
-                found = obstore.get(self._files, self._key(path))
-                with temporary.open("wb") as out:
-                    for chunk in found.stream(min_chunk_size=CHUNK_BYTES):
-                        digest.update(chunk)
-                        out.write(chunk)
-            if file.sha256 and digest.hexdigest() != file.sha256:
-                raise SnapshotError(
-                    f"{self.shown(path)} differs from its checksum in the manifest: it was damaged"
-                    " or changed in the store"
-                )
+            for _ in range(TRIES):
+                digest = hashlib.sha256()
+                with self._translated(path):
+                    _here(path)
+                    found = obstore.get(self._files, self._key(path))
+                    with temporary.open("wb") as out:
+                        for chunk in found.stream(min_chunk_size=CHUNK_BYTES):
+                            digest.update(chunk)
+                            out.write(chunk)
+                if not file.sha256 or digest.hexdigest() == file.sha256:
+                    break
+                if digest.hexdigest() == before:
+                    raise SnapshotError(
+                        f"{self.shown(path)} differs from its checksum in the manifest: it was"
+                        " damaged or changed in the store"
+                    )
+                before = digest.hexdigest()
+            else:
+                raise self._flipped(path)
             # no process maps one that is cut short beyond its end
             if again and path.is_file() and path.stat().st_size <= temporary.stat().st_size:
                 restore(path, temporary)
@@ -309,15 +459,6 @@ class ObjectStorage:
                 temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
-
-    @staticmethod
-    def _at_once(do: Callable[[Any], None], things: Sequence[Any]) -> None:
-        if things:
-            with ThreadPoolExecutor(min(AT_ONCE, len(things))) as pool:
-                # each of them is tried, whatever became of those before
-                done = [pool.submit(do, thing) for thing in things]
-            for future in done:
-                future.result()
 
     def _trim(self) -> None:
         """Remove the parts that were not used for longest, where they are too many; what is served
@@ -353,13 +494,13 @@ class ObjectStorage:
     def appended(self, path: Path, *, first: bool = False) -> bytes:
         keys = sorted(meta["path"] for meta in self._below(path, self._log(path)))
         if not keys:
-            raise FileNotFoundError(errno.ENOENT, "there is no such log", str(path))
+            raise _gone(path)
 
         def line(key: str) -> bytes:
             with self._translated(path):
                 return obstore.get(self._records, key).bytes().to_bytes()
 
-        with ThreadPoolExecutor(AT_ONCE) as pool:
+        with ThreadPoolExecutor(RECORDS_AT_ONCE) as pool:
             return b"".join(pool.map(line, keys[:1] if first else keys))
 
     def logs(self, folder: Path, name: str) -> list[Item]:
@@ -380,14 +521,12 @@ class ObjectStorage:
         keys = [meta["path"] for meta in self._below(path, self._log(path))]
         # the first line last: without it the others belong to no log
         with self._translated(path):
-            if keys[1:]:
-                obstore.delete(self._records, sorted(keys)[1:])
-            if keys:
-                obstore.delete(self._records, min(keys))
+            for some in filter(None, (sorted(keys)[1:], sorted(keys)[:1])):
+                _insist(partial(obstore.delete, self._records, some))
 
-    def _below(self, path: Path, prefix: str) -> Iterator[Any]:
+    def _below(self, path: Path, prefix: str, after: str | None = None) -> Iterator[Any]:
         with self._translated(path):
-            for found in obstore.list(self._records, prefix, chunk_size=1000):
+            for found in obstore.list(self._records, prefix, offset=after, chunk_size=1000):
                 yield from found
 
     # ---- names and errors
@@ -421,7 +560,7 @@ class ObjectStorage:
                     errno.EREMOTEIO,
                     f"{self.url}: there is no such bucket: make it, or mend `root` in project.yaml",
                 ) from exc
-            raise FileNotFoundError(errno.ENOENT, "there is no such object", str(path)) from exc
+            raise _gone(path) from exc
         except BaseError as exc:
             raise StorageError(errno.EREMOTEIO, failure(self.shown(path), exc)) from exc
 
@@ -437,21 +576,26 @@ class ObjectStorage:
             if self._proven:
                 return
             path = self._folder / f".probe-{uuid.uuid4().hex}"
-            key, put = self._key(path), partial(obstore.put, self._records, use_multipart=False)
-            wrong = []
+            key, wrong = self._key(path), list[str]()
+
+            def put(data: bytes, mode: Any) -> Any:
+                return _insist(
+                    partial(obstore.put, self._records, key, data, mode=mode, use_multipart=False)
+                )
+
             try:
                 with self._translated(path):
                     # a lost reply may say so of one's own: only what is believed twice is a lie
-                    first = _tried(partial(put, key, b"1", mode="create"))
-                    if _tried(partial(put, key, b"2", mode="create")) is not None:
+                    first = _tried(partial(put, b"1", "create"))
+                    if _tried(partial(put, b"2", "create")) is not None:
                         wrong.append("creates an object that is there (If-None-Match)")
                     tag = _token(first or obstore.head(self._records, key))
-                    swapped = _tried(partial(put, key, b"3", mode=tag))
+                    swapped = _tried(partial(put, b"3", tag))
                     if swapped is None and obstore.get(self._records, key).bytes() != b"3":
                         wrong.append("does not swap an object for another (If-Match)")
-                    if _tried(partial(put, key, b"4", mode=tag)) is not None:
+                    if _tried(partial(put, b"4", tag)) is not None:
                         wrong.append("swaps an object that changed meanwhile (If-Match)")
-                    obstore.delete(self._records, key)
+                    _insist(partial(obstore.delete, self._records, key))
             except StorageError as exc:
                 if "not" not in str(exc) or "implement" not in str(exc):
                     raise
@@ -468,6 +612,23 @@ class ObjectStorage:
 def _token(meta: Any) -> dict[str, str]:
     """What an object is swapped by."""
     return {name: meta[name] for name in ("e_tag", "version") if meta.get(name)}
+
+
+@dataclass
+class _Listing:
+    """What is in a folder: names of folders, and what obstore knows of each object, by name."""
+
+    folders: set[str] = field(default_factory=set)
+    objects: dict[str, Any] = field(default_factory=dict)
+
+
+_NOTHING = _Listing()
+
+
+class _Look(threading.local):
+    """The look that a thread goes on with: the folders of each view, or why they are not known."""
+
+    trees: dict[str, dict[str, _Listing]] | StorageError | None = None
 
 
 class _Seen:
@@ -514,6 +675,53 @@ def _tried(put: Callable[[], Any]) -> Any:
         return put()
     except (AlreadyExistsError, PreconditionError):
         return None
+
+
+def _insist(request: Callable[[], _R]) -> _R:
+    """What a request comes to that the library tries once alone when its time is over: it may have
+    been done."""
+    ends_s = _awake_s() + RETRY_S
+    while True:
+        try:
+            return request()
+        except GenericError:
+            if _awake_s() >= ends_s:
+                raise
+            time.sleep(0.1)
+
+
+def _is_whole(path: Path, data: bytes) -> bool:
+    """Whether a record is what was written; of other things that is not known."""
+    data = _without_nonce(data)
+    try:
+        for record in data.splitlines() if path.suffix == ".jsonl" else (data,):
+            content_of(record, path)
+    except UnreadableError:
+        # of another format: whole
+        return True
+    except ValueError:
+        return False
+    return True
+
+
+def _vouched(tag: str | None, data: bytes) -> bytes:
+    return digest_of(f"{tag} ".encode() + data).encode()
+
+
+_VOUCHED_BYTES = len(_vouched("", b""))
+
+
+def _at_once(do: Callable[[Any], None], things: Collection[Any], most: int) -> None:
+    if things:
+        with ThreadPoolExecutor(min(most, len(things))) as pool:
+            # each of them is tried, whatever became of those before
+            done = [pool.submit(do, thing) for thing in things]
+        for future in done:
+            future.result()
+
+
+def _gone(path: Path) -> FileNotFoundError:
+    return FileNotFoundError(errno.ENOENT, "there is no such object", str(path))
 
 
 def _without_nonce(data: bytes) -> bytes:
