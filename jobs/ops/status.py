@@ -277,7 +277,8 @@ def view_status(project: Project, store: ViewStore, online: OnlineStore) -> dict
     attention += [str(broken)] if broken else []
     attention += _behind_root(store) + hooks.left(store)
     # where the pointer was moved since it was looked at, what is wrong is with another one
-    attention += account.trouble if ref is None or line["online"] else []
+    lost = ref is not None and pointer is not None and pointer.epoch > ref.epoch
+    attention += account.trouble if ref is None or line["online"] or lost else []
     return line | {"attention": _attention(line) + attention + damage(store)}
 
 

@@ -61,7 +61,7 @@ def served_pointer(
     store: ViewStore, online: OnlineStore, ref: LiveRef, names: tuple[str, ...]
 ) -> Pointer | Finding | None:
     """The online pointer of a view, where it is the root's and names what was loaded; else what is
-    wrong with it. None where the root is older than what is served: nothing was lost online.
+    wrong with it. None where something was published since the root was read.
 
     Args:
         store: of the view.
@@ -84,7 +84,7 @@ def served_pointer(
             return Finding(what, AccountState.MISSING, Act.POINT, found)
         check_owner(pointer, name, known_identity(store.offline.root))
         if pointer.epoch > ref.epoch:
-            return None
+            return _lost_end(store, ref, pointer)
         served = (pointer.epoch, pointer.segments, pointer.indexes)
         if served != (ref.epoch, names, ref.indexes):
             found = (
@@ -102,6 +102,20 @@ def served_pointer(
     except RowsLostError as exc:
         return lost_rows(AccountState.MISSING, str(exc), exc.segments)
     return pointer
+
+
+def _lost_end(store: ViewStore, ref: LiveRef, pointer: Pointer) -> Finding | None:
+    """That the log ends before what is served; None where it goes on by now."""
+    now = store.log.readable_live()
+    if now is None or now.epoch != ref.epoch:
+        return None
+    found = (
+        f"readers of view {store.name!r} are served snapshot {pointer.snapshot} by event"
+        f" {pointer.epoch}, and its log in {store.folder} says no more than event {ref.epoch}:"
+        " restore the events after it; or, where the whole root was restored from a backup, say"
+        f" anew what is live: precompute publish {store.name}"
+    )
+    return Finding("log", AccountState.MISSING, Act.PERSON, found)
 
 
 def check_served(

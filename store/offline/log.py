@@ -182,6 +182,8 @@ class Event(Record, frozen=True, omit_defaults=True):
     kind: str = ""
     at: str = ""
     """ISO 8601 in UTC. Numbers say what came after what, whatever the clocks said."""
+    view: str = ""
+    """Whose log it is of: another view's has the same numbers."""
     nonce: str = ""
     """By which a writer whose write failed knows its own."""
     before: int = 0
@@ -223,6 +225,8 @@ class State(Record, frozen=True, omit_defaults=True):
 
     number: int = 0
     next: int = 1
+    view: str = ""
+    """Whose log it is of."""
     live: LiveRef | None = None
     held: Hold | None = None
     """Since when, by whom and why runs publish nothing for now; None when they do."""
@@ -234,9 +238,10 @@ class State(Record, frozen=True, omit_defaults=True):
 
 
 class _Past(Record, frozen=True):
-    """The first line of an archive: the event ``before`` those in it, the number after them, and
-    the SHA-256 (hex) of the lines."""
+    """The first line of an archive: the view, the event ``before`` those in it, the number after
+    them, and the SHA-256 (hex) of the lines."""
 
+    view: str
     before: int
     next: int
     sha256: str
@@ -263,7 +268,8 @@ def folded(state: State, event: Event) -> State:
     fold = _FOLDS.get(event.kind)
     if fold is None:
         raise other_format(f"event {event.number}", FORMAT, [event.kind])
-    return replace(fold(state, event), number=event.number, next=event.next)
+    view = event.view or state.view
+    return replace(fold(state, event), number=event.number, next=event.next, view=view)
 
 
 def _published(state: State, event: Event) -> State:
@@ -407,16 +413,27 @@ class Log:
     def _written_down(self, names: Sequence[str]) -> Iterator[State]:
         """The states that were written down and are whole, the newest first."""
         for number in reversed(_numbers(_STATE, names)):
-            path = self._state_path(number)
             try:
-                state = read_record(State, self._storage.read(path, immutable=True), path)
+                yield self._read_state(number)
             except FileNotFoundError:
                 continue
             except ValueError as exc:
+                path = self._state_path(number)
                 log.warning("%s is damaged (%s): events are read in its place", path, exc)
-                continue
-            if state.number == number:
-                yield state
+
+    def _read_state(self, number: int) -> State:
+        """Raises:
+        FileNotFoundError: it was not written down.
+        ValueError: it is damaged.
+        """
+        path = self._state_path(number)
+        state = read_record(State, self._storage.read(path, immutable=True), path)
+        self._check_own(state, number)
+        return state
+
+    def _check_own(self, record: Event | State, number: int) -> None:
+        if (record.view, record.number) != (self._view, number):
+            raise ValueError(f"it is number {record.number} of view {record.view!r}")
 
     def _walked(self, known: _Known, numbers: Sequence[int]) -> State:
         """What is known and the events after it come to, which is remembered; ``numbers`` are those
@@ -449,8 +466,7 @@ class Log:
         data = self._storage.read(path, immutable=True)
         try:
             event = read_record(Event, data, path)
-            if event.number != number:
-                raise ValueError(f"it is event {event.number}")
+            self._check_own(event, number)
         except ValueError as exc:
             later = _after(_numbers(_EVENT, self._storage.names(self._folder)), number)
             return _gap(before, number, later or number + 1, f"{path} is damaged ({exc})")
@@ -497,6 +513,7 @@ class Log:
                 number=state.next,
                 before=state.number,
                 at=utc_now(),
+                view=self._view,
                 nonce=uuid.uuid4().hex,
                 by=event.by or _who(),
             )
@@ -596,6 +613,10 @@ class Log:
                 yield _gap(last.number, first, number, why, last.at)
             last = replace(event, at=last.at) if event.kind == "lost" else event
             yield last
+        written = max(_numbers(_STATE, names), default=0)
+        if written >= last.next:
+            why = f"events {last.next} to {written} are gone from {self._folder}"
+            yield _gap(last.number, last.next, written + 1, why, last.at)
 
     def _past(self, names: Sequence[str]) -> Iterator[Event]:
         """The events of the archives."""
@@ -631,6 +652,8 @@ class Log:
             head = read_record(_Past, line, path)
             if hashlib.sha256(body).hexdigest() != head.sha256:
                 raise ValueError("its lines are not those that were written")
+            if head.view != self._view:
+                raise ValueError(f"it is of view {head.view!r}")
             return head, [read_record(Event, each, path) for each in body.splitlines()]
         except (FileNotFoundError, ValueError) as exc:
             log.warning("%s cannot be used: %s", path, exc)
@@ -701,7 +724,7 @@ class Log:
     def _archive(self, before: int, events: Sequence[Event]) -> Path:
         """Write an archive, and read it back."""
         lines = b"".join(sealed(event) + b"\n" for event in events)
-        head = _Past(before, events[-1].next, hashlib.sha256(lines).hexdigest())
+        head = _Past(self._view, before, events[-1].next, hashlib.sha256(lines).hexdigest())
         path = self._folder / f"past-{events[0].number:020d}-{events[-1].number:020d}.jsonl"
         data = sealed(head) + b"\n" + lines
         # one that is there was left by a crash
@@ -722,12 +745,12 @@ class Log:
         """
         names, found = self._storage.names(self._folder), dict[Path, str]()
         for number in _numbers(_STATE, names):
-            path = self._state_path(number)
             try:
-                read_record(State, self._storage.read(path, immutable=True), path)
+                self._read_state(number)
             except FileNotFoundError:
                 continue
             except ValueError as exc:
+                path = self._state_path(number)
                 found[path] = f"{path} is damaged ({exc}): it is derived from the events"
         if newest:
             events = _known_to_be_lost(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ MOST_GROUP_BYTES = 8 * 2**20
 """Bytes in memory of a row group of fewer than 1,024 rows, at most; of one row that is larger, its
 own."""
 _HASH = "input_hash"
+_FIELD_ID = "PARQUET:field_id"
+"""By which pyarrow reads and writes the id of a column."""
 
 
 def write_part_file(
@@ -82,6 +85,26 @@ def write_part_file(
             temporary.unlink(missing_ok=True)
         raise
     return sink.size_bytes, sink.digest.hexdigest()
+
+
+def numbered(columns: pa.Schema) -> pa.Schema:
+    """The columns with field ids, and those of what lists have in them, by which readers of Iceberg
+    find them. An id follows from name and type, so that it is the same in every part of a view."""
+    taken = {0}
+    return pa.schema([_numbered(field, field.name, taken) for field in columns])
+
+
+def _numbered(field: pa.Field, path: str, taken: set[int]) -> pa.Field:
+    kind = field.type
+    if pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind):
+        inner = _numbered(kind.value_field, f"{path}.element", taken)
+        kind = pa.list_(inner, getattr(kind, "list_size", -1))
+    text = f"{path} {kind.value_type} each" if kind is not field.type else f"{path} {kind}"
+    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4]) >> 2
+    # two columns of a thousand have the same one in 1 of 2,000 tables
+    number = next(one for one in itertools.count(number) if one not in taken)
+    taken.add(number)
+    return pa.field(field.name, kind, field.nullable, {_FIELD_ID: str(number)})
 
 
 def _row_group_rows(table: pa.Table) -> int:

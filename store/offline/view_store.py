@@ -30,6 +30,7 @@ from precompute.store.offline.part_file import (
     Layers,
     check_rows,
     living,
+    numbered,
     row_bytes,
     write_part_file,
 )
@@ -622,6 +623,7 @@ class ViewStore:
         self, run: str, name: str, table: pa.Table, notes: Mapping[str, str] | None
     ) -> Part:
         path = self.folder / "data" / run / name
+        table = pa.Table.from_arrays(table.columns, schema=numbered(table.schema))
         size_bytes, sha256 = write_part_file(path, table, notes)
         self.storage.put([path])
         return Part(str(path.relative_to(self.folder)), table.num_rows, size_bytes, sha256)

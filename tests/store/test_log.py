@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -170,7 +171,7 @@ def test_publishings_renewals_rollbacks_and_drops_come_in_their_order(tmp_path: 
 def test_an_event_of_a_newer_kind_is_refused_in_words(tmp_path: Path) -> None:
     log = log_in(tmp_path)
     published(log, 4)
-    log.path(2).write_bytes(sealed(Event(2, "split", before=1)))
+    log.path(2).write_bytes(sealed(Event(2, "split", view="numbers", before=1)))
     for use in (Log.state, Log.live, Log.publishings, lambda log: log.pin(4, "why")):
         with pytest.raises(OtherFormatError, match="event 2 is of format 3 that needs 'split'"):
             use(log_in(tmp_path))
@@ -508,12 +509,52 @@ def test_one_bit_in_any_file_is_found_and_never_believed(tmp_path: Path) -> None
     assert log_in(tmp_path).events() == events
 
 
-def test_another_events_bytes_are_none(tmp_path: Path) -> None:
-    log = log_in(tmp_path)
-    published(log, 4, 5)
-    log.path(2).write_bytes(log.path(1).read_bytes())
-    with pytest.raises(SnapshotError, match=r"2\.json is damaged \(it is event 1\)"):
-        log_in(tmp_path).live()
+DAMAGE: dict[str, Callable[[Path, Path], object]] = {
+    "a bit at its start": lambda path, _: flip(path, 0.0),
+    "a bit in its middle": lambda path, _: flip(path, 0.5),
+    "a bit at its end": lambda path, _: flip(path, 0.99),
+    "cut": lambda path, _: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "emptied": lambda path, _: path.write_bytes(b""),
+    "gone": lambda path, _: path.unlink(),
+    "another's": lambda path, _: shutil.copy(_like(path), path),
+    "another view's": lambda path, others: shutil.copy(others / path.name, path),
+}
+
+
+def _like(path: Path) -> Path:
+    """Another file there of its kind; of an archive, where there is one, an event."""
+    begins = path.name.partition("0")[0]
+    like = [one for one in path.parent.glob("*.json*") if one.name.partition("0")[0] == begins]
+    return next((one for one in like if one != path), path.with_name(f"{9:020d}.json"))
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_of_a_file_of_the_log_is_told(
+    tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_module, "PAST_EVENTS", 5)
+    monkeypatch.setattr(log_module, "NEWEST_EVENTS", 3)
+    for view in ("numbers", "others"):
+        log = Log(tmp_path / view, view)
+        for number in range(1, 9):
+            log.pin(number, "")
+        published(log, 1)
+        log.thin(set(), now_s=time.time() + 40 * DAY_S)
+        published(log, 2)
+        log.unpin(1)
+    log, folder = Log(tmp_path / "numbers", "numbers"), tmp_path / "numbers"
+    state, files = log.state(), sorted(folder.glob("*.json*"))
+    kinds = {path.name.partition("0")[0] for path in files}
+    assert (kinds, log.damage()) == ({"", "past-", "state-"}, {})
+    for path in files:
+        whole = path.read_bytes()
+        DAMAGE[damage](path, tmp_path / "others")
+        told = Log(folder, "numbers").damage()
+        # a state is derived, and those that are not there are not missed
+        assert bool(told) == (damage != "gone" or path.name[0] != "s"), path
+        assert Log(folder, "numbers").state() == state
+        path.write_bytes(whole)
+    assert log.damage() == {}
 
 
 # ---- many events
@@ -531,6 +572,7 @@ def many_events(folder: Path, count: int = 600) -> Log:
             number,
             "publish",
             moment,
+            "numbers",
             f"{number:032d}",
             number - 1,
             by="me@here",
@@ -760,4 +802,4 @@ def test_a_state_says_what_it_holds_and_no_past(tmp_path: Path) -> None:
     published(log, *range(1, 9))
     [path] = tmp_path.glob("state-*")
     assert read_record(State, path.read_bytes(), path) == log.state()
-    assert plain(log.state()).keys() == {"number", "next", "live"}
+    assert plain(log.state()).keys() == {"number", "next", "view", "live"}

@@ -8,7 +8,6 @@ parts and for those of the segments below.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import struct
@@ -22,9 +21,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyiceberg.io import InputFile, InputStream, OutputFile, OutputStream
 from pyiceberg.io.pyarrow import (
+    UnsupportedPyArrowTypeException,
     compute_statistics_plan,
     data_file_statistics_from_parquet_metadata,
     parquet_path_to_id_mapping,
+    pyarrow_to_schema,
 )
 from pyiceberg.manifest import (
     DataFile,
@@ -40,18 +41,6 @@ from pyiceberg.manifest import (
 from pyiceberg.partitioning import UNPARTITIONED_PARTITION_SPEC
 from pyiceberg.schema import Schema
 from pyiceberg.typedef import Record
-from pyiceberg.types import (
-    BooleanType,
-    DoubleType,
-    FloatType,
-    IcebergType,
-    IntegerType,
-    ListType,
-    LongType,
-    NestedField,
-    StringType,
-    TimestamptzType,
-)
 
 from precompute.store.errors import SnapshotError
 from precompute.store.offline.part_file import write_part_file
@@ -63,51 +52,31 @@ from precompute.store.offline.view_store import ViewStore
 _REFUSED = (
     *(ValueError, TypeError, KeyError, IndexError, OverflowError),
     *(NotImplementedError, AssertionError, EOFError, zlib.error, struct.error),
+    UnsupportedPyArrowTypeException,
 )
 """What pyiceberg raises of a type that it has not, and of a damaged list of its own."""
 _PATH_ID, _POSITION_ID = 2147483546, 2147483545
 """Columns of a file of position deletes, as the format numbers them."""
 
-_TYPES: dict[pa.DataType, IcebergType] = {
-    pa.bool_(): BooleanType(),
-    pa.int8(): IntegerType(),
-    pa.int16(): IntegerType(),
-    pa.int32(): IntegerType(),
-    pa.uint8(): IntegerType(),
-    pa.uint16(): IntegerType(),
-    pa.int64(): LongType(),
-    pa.float32(): FloatType(),
-    pa.float64(): DoubleType(),
-    pa.string(): StringType(),
-    pa.large_string(): StringType(),
-    pa.timestamp("us", "UTC"): TimestamptzType(),
-}
+_NONE = (pa.float16(), pa.uint32(), pa.uint64())
+"""Types of columns that Iceberg has not, and pyiceberg takes for others."""
 
 
 def schema_of(columns: pa.Schema) -> Schema:
-    """The columns of a part as Iceberg's. A field's id follows from its name and type alone, so
-    that it is the same in every version, however often a table is made again.
+    """The columns of a part as Iceberg's, by the ids that the part has.
 
     Raises:
         SnapshotError: a column is of a type that Iceberg has not.
     """
-    return Schema(*(_field(field.name, field.name, field.type) for field in columns))
-
-
-def _field(path: str, name: str, kind: pa.DataType) -> NestedField:
-    if pa.types.is_fixed_size_list(kind) or pa.types.is_list(kind):
-        inner = _field(f"{path}.element", "element", kind.value_type)
-        found: IcebergType = ListType(inner.field_id, inner.field_type, element_required=False)
-    elif kind in _TYPES:
-        found = _TYPES[kind]
-    else:
-        raise SnapshotError(
-            f"column {path.removesuffix('.element')!r} is of {kind}, which Iceberg has not: give"
-            " the feature another dtype, such as float32, or take the view out of `iceberg` in"
-            " project.yaml"
-        )
-    number = hashlib.sha256(f"{path} {found}".encode()).digest()[:4]
-    return NestedField(int.from_bytes(number) >> 2 or 1, name, found, required=False)
+    for column in columns:
+        nested = isinstance(column.type, pa.ListType | pa.FixedSizeListType)
+        kind = column.type.value_type if nested else column.type
+        if kind in _NONE:
+            raise SnapshotError(
+                f"column {column.name!r} is of {kind}, which Iceberg has not: give the feature"
+                " another dtype, such as float32, or take the view out of `iceberg` in project.yaml"
+            )
+    return pyarrow_to_schema(columns)
 
 
 class Written(NamedTuple):

@@ -13,7 +13,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,9 @@ MOST_METADATA = 10
 """The newest files of metadata that stay, for readers of an older version."""
 HINT = "version-hint.text"
 """Names the newest metadata, for readers without a catalog."""
+
+LAST_COLUMN_ID = 2**30 - 1
+"""The largest id that a part's column may have, which follows from its name and type."""
 
 _SEAL = "precompute.digest"
 """Property that vouches for the rest of the metadata, of which the next has its versions."""
@@ -141,7 +144,7 @@ class _Table:
     def _body(self, versions: _Versions, before: Mapping[str, Any]) -> dict[str, Any]:
         """What the metadata is to say."""
         ref = self._store.log.readable_live()
-        schemas, snapshots = versions.fitting(None if ref is None else ref.snapshot)
+        schemas, snapshots = versions.listed()
         numbers = [entry["snapshot-id"] for entry in snapshots]
         # where what is live is no version, main is behind: an empty table would be worse
         wanted = () if ref is None else (ref.snapshot, before.get("current-snapshot-id"))
@@ -153,7 +156,7 @@ class _Table:
             "location": self._location,
             "last-sequence-number": max(numbers, default=0),
             "last-updated-ms": time.time_ns() // 1_000_000,
-            "last-column-id": max((n for one in schemas for n in _ids(one).values()), default=0),
+            "last-column-id": LAST_COLUMN_ID,
             "current-schema-id": next(
                 (entry["schema-id"] for entry in snapshots if entry["snapshot-id"] == current), 0
             ),
@@ -163,7 +166,7 @@ class _Table:
             "last-partition-id": 999,
             "default-sort-order-id": 0,
             "sort-orders": [{"order-id": 0, "fields": []}],
-            "properties": {"schema.name-mapping.default": json.dumps(_mapping(schemas))},
+            "properties": {},
             "current-snapshot-id": -1 if live is None else live,
             "refs": {} if live is None else {"main": {"snapshot-id": live, "type": "branch"}},
             "snapshots": snapshots,
@@ -256,46 +259,16 @@ class _Versions:
         }
         return entry, written.columns
 
-    def fitting(self, live: int | None) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """The columns, and the versions that have them: those in which no column is of another type
-        than in what is live (None: in the newest). By its name alone a file's column is found."""
-        first = live if live in self._found else max(self._found, default=None)
-        known: dict[str, int] = {} if first is None else _ids(self._found[first][1])
+    def listed(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """The sets of columns that the versions have, and the versions, each with the number of its
+        own: a column that became another type has another id."""
         schemas, snapshots = list[dict[str, Any]](), list[dict[str, Any]]()
-        for entry, schema in reversed(self._found.values()):
+        for entry, schema in self._found.values():
             columns = {"type": "struct", "fields": schema["fields"]}
-            ids = _ids(columns)
-            if any(known.get(name, number) != number for name, number in ids.items()):
-                continue
-            known |= ids
             if columns not in schemas:
                 schemas.append(columns)
-            snapshots.insert(0, entry | {"schema-id": schemas.index(columns)})
+            snapshots.append(entry | {"schema-id": schemas.index(columns)})
         return schemas, snapshots
-
-
-def _ids(schema: Mapping[str, Any]) -> dict[str, int]:
-    """Column → its field's id; of a list also that of what is in it."""
-    ids = dict[str, int]()
-    for field in schema["fields"]:
-        ids[field["name"]] = field["id"]
-        if isinstance(field["type"], dict):
-            ids[f"{field['name']}.element"] = field["type"]["element-id"]
-    return ids
-
-
-def _mapping(schemas: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The names by which the files, which have no ids, have the fields."""
-    ids = {name: number for schema in schemas for name, number in _ids(schema).items()}
-    mapping = []
-    for name, number in ids.items():
-        if not name.endswith(".element"):
-            field: dict[str, Any] = {"field-id": number, "names": [name]}
-            if f"{name}.element" in ids:
-                inner = {"field-id": ids[f"{name}.element"], "names": ["element"]}
-                field["fields"] = [inner]
-            mapping.append(field)
-    return mapping
 
 
 def _said(body: Mapping[str, Any]) -> dict[str, Any]:

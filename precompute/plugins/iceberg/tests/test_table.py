@@ -289,7 +289,7 @@ def test_where_what_is_live_is_no_version_main_is_behind(
     assert check(scene) == [1, 2]
 
 
-def test_columns_come_and_go_and_of_two_types_the_live_one_counts(
+def test_each_version_has_its_own_columns(
     make_project: MakeProject,
 ) -> None:
     features = {"double": {"dtype": "float64"}}
@@ -304,7 +304,7 @@ def test_columns_come_and_go_and_of_two_types_the_live_one_counts(
         view={"features": more, "gates": GATES | {"contract": None}},
         project=WANTED,
     ).run()
-    assert check(scene) == [4]
+    assert check(scene) == [1, 2, 3, 4]
 
 
 def test_all_partitions_together_are_one_version(make_project: MakeProject) -> None:
