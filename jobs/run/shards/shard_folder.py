@@ -157,6 +157,12 @@ class ShardFolder:
         with contextlib.suppress(OSError):
             self.store.storage.delete_all(self.folder)
 
+    def forget(self, plan: ShardPlan) -> None:
+        """Remove what a worker wrote after the run had removed the folder."""
+        with contextlib.suppress(OSError):
+            if self.store.storage.stat(self.store.folder / plan.columns.path) is None:
+                self.close()
+
     def results(self) -> dict[int, ShardResult]:
         """The result of each shard that is done or failed for good."""
         for name in self._names("result"):

@@ -20,6 +20,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -29,7 +30,7 @@ from precompute.engine.ahead import Meter
 from precompute.engine.resources import give_back
 from precompute.engine.rows import Outcome
 from precompute.engine.runner import Runner
-from precompute.jobs.config.project import EngineConfig, Project, ProjectConfig
+from precompute.jobs.config.project import EngineConfig, Project
 from precompute.jobs.run.command_process import on_signals
 from precompute.jobs.run.judge.audit import Sample
 from precompute.jobs.run.rows.chunks import HIDDEN, Chunks, engine_of
@@ -157,6 +158,8 @@ def work(
             # a run that ends removes what its workers read
             if folder.is_open(plan) or isinstance(exc, ConfigError):
                 raise exc if isinstance(exc, PrecomputeError) else _as_snapshot_error(exc) from exc
+        finally:
+            folder.forget(plan)
         done.signal = ending.signal
         if not done.signal and folder.is_superseded(plan):
             raise ConflictError(
@@ -202,8 +205,8 @@ class _Ending(threading.Event):
     """Set when the process is to end, by ``signal``."""
 
     signal = 0
-    attempt: Callable[[], None] | None = None
-    """Leaves the attempts in flight, before the process ends in the middle of a batch."""
+    attempts: Sequence[_Attempt] = ()
+    """Those in flight."""
 
 
 @contextlib.contextmanager
@@ -214,8 +217,8 @@ def _finish_on_signal() -> Iterator[_Ending]:
 
     def give_up(number: int) -> None:
         log.warning("the batch in flight took longer than %.0f s: it is lost", STOP_S)
-        if ending.attempt is not None:
-            ending.attempt()
+        for attempt in ending.attempts:
+            attempt.leave_nothing()
         release_leases()
         os._exit(128 + number)
 
@@ -266,31 +269,22 @@ class _Attempt:
         """Reads the rows that are left, so many at a time at most."""
         self.end = math.inf
         """Number of the window that ends its rows, once all were read."""
-        self.error: BaseException | None = None
-        """Why they could not be read."""
         self.is_over = False
         """Whether nothing is to be made of its rows any more: it has a result, or has failed."""
-        beat = WorkerProgress(known.worker, known.shard, part.rows - left, part.rows - left)
-        self._store, self._folder, self._beat = store, worker.folder, beat
-        self._resumed_rows, self._beaten_at = part.rows - left, -math.inf
+        self._store, self.computed = store, len(resumed.keys)
 
-    def take(self, batch: pa.RecordBatch, done: Outcome) -> bool:
-        """Take the outcome of some rows; whether it has told the run of them."""
-        rows, chunks = self.chunks.take(batch, done), self.chunks
-        self._beat = replace(
-            self._beat,
-            computed=self._beat.computed + rows,
-            recorded=self._resumed_rows + chunks.recorded,
-            rejected=chunks.rejections.count,
-            reasons=chunks.rejections.reasons(),
-            fits=chunks.fits,
+    def progress(self) -> WorkerProgress:
+        """How far it is."""
+        chunks, known = self.chunks, self.known
+        return WorkerProgress(
+            known.worker,
+            known.shard,
+            self.computed,
+            len(self.resumed.keys) + chunks.recorded,
+            chunks.rejections.count,
+            chunks.rejections.reasons(),
+            chunks.fits,
         )
-        now = time.monotonic()
-        if now - self._beaten_at < BEAT_S:
-            return False
-        self._folder.beat(self._beat)
-        self._beaten_at = now
-        return True
 
     def drop(self) -> None:
         """Let go of the shard; what was computed and is not over is finished, for the next
@@ -310,58 +304,43 @@ class _Attempt:
 
 
 class _Line:
-    """Attempts whose rows go through an engine one after the other, in one stream: while the last
-    rows of a shard are computed, the next one is taken and its first rows are read. Each shard's
-    rows end with a window without rows, that comes out after all of them.
+    """Shards whose rows go through an engine one after the other, in one stream."""
 
-    Args:
-        first: the first one.
-        next_one: takes another shard, in the thread that reads; None where the stream is to end.
-    """
-
-    def __init__(self, first: _Attempt, next_one: Callable[[], _Attempt | None]) -> None:
-        self._first, self._next_one = first, next_one
-        self._changed = threading.Condition()
+    def __init__(self, first: _Attempt) -> None:
         self.open = [first]
         """Those whose rows are not all out."""
-        self.all_read = self._closed = False
-        self._given = self._out = self._first_out = 0
-        self._began = time.monotonic()
-        """When the first rows came out; before that, when the stream began."""
+        self.given = 0
+        """Rows that the engine was given."""
+        self._out, self._began = 0, time.monotonic()
+        self._changed, self._closed = threading.Condition(), False
 
-    def windows(
-        self, runner: Runner | WorkerPool, settings: ProjectConfig, columns: pa.Schema
-    ) -> Iterator[pa.RecordBatch]:
-        """The windows of all of them, for an engine."""
-        attempt, number = self._first, 0
-        end = pa.RecordBatch.from_pylist([], schema=columns)
-        while True:
-            try:
-                for window in attempt.chunks.windows(attempt.read, runner, settings):
-                    if attempt.is_over:
-                        break
-                    number, self._given = number + 1, self._given + window.num_rows
-                    yield window
-            except _FAILURES as exc:
-                attempt.error = exc
-            attempt.end, number = number, number + 1
-            yield end
-            following = self._next_one() if self._is_soon_out() else None
-            if following is None or not self._is_open_for(following):
-                break
-            attempt = following
-        self.all_read = True
+    def has_room(self) -> bool:
+        """Wait until another shard is to be taken, for what one worker has, no other one can take
+        at the run's end; False where none is."""
+        with self._changed:
+            while not self._closed:
+                seconds, left = time.monotonic() - self._began, self.given - self._out
+                soon = left * seconds <= AHEAD_S * self._out if self._out else seconds > FIRST_S
+                if soon and len(self.open) < AT_ONCE:
+                    return True
+                self._changed.wait(FIRST_S)
+            return False
+
+    def add(self, attempt: _Attempt) -> bool:
+        """Let its rows follow, unless none are to."""
+        with self._changed:
+            if not self._closed:
+                self.open.append(attempt)
+            return not self._closed
 
     def of(self, done: Outcome) -> _Attempt:
-        """The attempt that rows are of which have come out."""
+        """The shard that rows are of which have come out."""
         with self._changed:
-            if not self._out:
-                self._first_out, self._began = done.done, time.monotonic()
             self._out += done.done
             self._changed.notify_all()
             return next(attempt for attempt in self.open if done.window <= attempt.end)
 
-    def leave(self, attempt: _Attempt) -> None:
+    def remove(self, attempt: _Attempt) -> None:
         """Its rows are all out."""
         with self._changed:
             self.open.remove(attempt)
@@ -369,37 +348,11 @@ class _Line:
         attempt.drop()
 
     def close(self) -> list[_Attempt]:
-        """Let none begin any more; returns those that are open."""
+        """Let none follow any more; returns those that are open."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-            return list(self.open)
-
-    def leave_nothing(self) -> None:
-        """As of each that is open: the process ends in the middle of a batch."""
-        for attempt in self.close():
-            attempt.leave_nothing()
-
-    def _is_soon_out(self) -> bool:
-        """Wait until the next shard may be taken: the more a worker has, the less there is for
-        another one at the run's end; whether the stream goes on."""
-        with self._changed:
-            while not self._closed:
-                seconds, left = time.monotonic() - self._began, self._given - self._out
-                timed = self._out - self._first_out
-                is_soon = left * seconds <= AHEAD_S * timed if self._out else seconds > FIRST_S
-                if is_soon and len(self.open) < AT_ONCE:
-                    return True
-                self._changed.wait(FIRST_S)
-            return False
-
-    def _is_open_for(self, attempt: _Attempt) -> bool:
-        with self._changed:
-            if not self._closed:
-                self.open.append(attempt)
-                return True
-        attempt.drop()
-        return False
+            return [*self.open]
 
 
 class _Worker:
@@ -425,6 +378,7 @@ class _Worker:
         self._next: _Attempt | None = None
         """One that was begun and needs another engine."""
         self._spent: dict[str, float] = {}
+        self._beaten_at = -math.inf
         load_s = max(LOAD_S, self._settings.engine.hang)
         with _Watch(load_s, not_loaded(load_s)):
             self.opened = _open(project, store, plan)
@@ -488,17 +442,6 @@ class _Worker:
                         unless_begun.pop_all()
                         return attempt
         return None
-
-    def _following(self) -> _Attempt | None:
-        """A shard for the stream that is computed; one for another engine is kept for later."""
-        try:
-            attempt = None if self._alone else self._claim()
-        except _FAILURES as exc:
-            log.warning("no shard is taken ahead: %s", exc)
-            return None
-        if attempt is not None and attempt.died:
-            self._next, attempt = attempt, None
-        return attempt
 
     @contextlib.contextmanager
     def _failing(self, known: ShardResult, attempt: _Attempt | None = None) -> Iterator[None]:
@@ -566,25 +509,18 @@ class _Worker:
         # where an attempt died without reporting why, a row may have ended it: the engine's own
         # workers find it, and it is rejected alone
         engine = EngineConfig(workers=int(first.died), hang=self._settings.engine.hang)
-        meter, line = Meter(), _Line(first, (lambda: None) if first.died else self._following)
+        meter, line = Meter(), _Line(first)
         self._alone, self._spent = max(0, self._alone - 1), _spent(meter)
         runner = engine_of(self.opened, engine, meter)
         stream = runner.stream(
-            line.windows(runner, self._settings, self.opened.columns),
-            hidden=HIDDEN,
-            memory_mb=self._settings.stream_mb,
+            self._windows(line, runner), hidden=HIDDEN, memory_mb=self._settings.stream_mb
         )
-        self._ending.attempt = line.leave_nothing
-        last = None
+        self._ending.attempts = line.open
         try:
             with self._watched(engine) as moved:
                 for batch, done in self._out_of(stream, line):
                     moved()
-                    last = self._take(line, batch, done, meter)
-            # of an engine's own processes it is known now what they cost
-            stream.close()
-            if last is not None:
-                self._settle(line, last, meter)
+                    self._take(line, batch, done, meter)
         finally:
             left = line.close()
             stream.close()
@@ -592,6 +528,35 @@ class _Worker:
                 attempt.drop()
             # the stages' threads leave what they freed in arenas of their own
             give_back()
+
+    def _windows(self, line: _Line, runner: Runner | WorkerPool) -> Iterator[pa.RecordBatch]:
+        """The rows of shard after shard, each taken when those of the one before are soon out, and
+        each with a window without rows at its end, which comes out after all of them."""
+        attempt, number = line.open[0], 0
+        end = pa.RecordBatch.from_pylist([], schema=self.opened.columns)
+        while True:
+            with self._failing(attempt.known, attempt):
+                for window in attempt.chunks.windows(attempt.read, runner, self._settings):
+                    if attempt.is_over:
+                        break
+                    number, line.given = number + 1, line.given + window.num_rows
+                    yield window
+            attempt.end, number = number, number + 1
+            yield end
+            if attempt.died or self._alone or not line.has_room():
+                return
+            try:
+                following = self._claim()
+            except _FAILURES as exc:
+                log.warning("no shard is taken ahead: %s", exc)
+                return
+            if following is None or following.died:
+                self._next = following
+                return
+            if not line.add(following):
+                following.drop()
+                return
+            attempt = following
 
     def _out_of(
         self, stream: Iterator[tuple[pa.RecordBatch, Outcome]], line: _Line
@@ -602,38 +567,28 @@ class _Worker:
             yield from stream
         except _FAILURES as exc:
             attempts = [attempt for attempt in line.close() if not attempt.is_over]
-            if len(attempts) > 1:
+            if len(attempts) == 1:
+                with self._failing(attempts[0].known, attempts[0]):
+                    raise
+            else:
                 log.warning("%d shards are computed again, each alone: %s", len(attempts), exc)
                 self._alone = len(attempts)
-            for attempt in attempts[: len(attempts) == 1]:
-                attempt.is_over = True
-                with self._failing(attempt.known):
-                    raise
 
-    def _take(
-        self, line: _Line, batch: pa.RecordBatch, done: Outcome, meter: Meter
-    ) -> _Attempt | None:
-        """Take what came out; returns the last shard of the stream once all of it is out."""
+    def _take(self, line: _Line, batch: pa.RecordBatch, done: Outcome, meter: Meter) -> None:
         attempt = line.of(done)
-        if done.window == attempt.end:
-            if line.all_read and attempt is line.open[-1]:
-                return attempt
-            self._settle(line, attempt, meter)
-        elif not attempt.is_over:
-            with self._failing(attempt.known, attempt):
-                if attempt.take(batch, done):
-                    self._check()
-        return None
-
-    def _settle(self, line: _Line, attempt: _Attempt, meter: Meter) -> None:
-        """Record what came of an attempt whose rows are all out."""
         if not attempt.is_over:
             with self._failing(attempt.known, attempt):
-                if attempt.error is not None:
-                    raise attempt.error
-                self._note(self._result(attempt, meter))
-                attempt.is_over = True
-        line.leave(attempt)
+                if done.window == attempt.end:
+                    self._note(self._result(attempt, meter))
+                    attempt.is_over = True
+                else:
+                    attempt.computed += attempt.chunks.take(batch, done)
+        if done.window == attempt.end:
+            line.remove(attempt)
+        if time.monotonic() - self._beaten_at >= BEAT_S:
+            self.folder.beat(attempt.progress())
+            self._beaten_at = time.monotonic()
+            self._check()
 
     def _result(self, attempt: _Attempt, meter: Meter) -> ShardResult:
         chunks, sample, resumed = attempt.chunks, attempt.sample, attempt.resumed
@@ -815,14 +770,19 @@ def _as_snapshot_error(exc: BaseException) -> SnapshotError:
 
 
 def _cpu_s() -> float:
-    """CPU seconds of this process and of its children that ended."""
+    """CPU seconds of this process and of its children."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(one.ru_utime + one.ru_stime for one in used)
+    ticks = 0
+    # those that go on, too (Linux)
+    for children in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in children.read_text().split():
+                ticks += sum(map(int, Path(f"/proc/{child}/stat").read_text().split()[13:15]))
+    return sum(one.ru_utime + one.ru_stime for one in used) + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _spent(meter: Meter) -> dict[str, float]:
-    """CPU seconds of this process and of its children that ended, seconds of the model, and batches
-    of a stream."""
+    """CPU seconds of this process and of its children, and what a stream took by now."""
     return {
         "cpu": _cpu_s(),
         "model": meter.stage("model").busy_s,
