@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import sys
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -84,8 +85,8 @@ class Attempt(NamedTuple):
             return None
         return cls(
             report.run,
-            report.command,
-            report.status,
+            sys.intern(report.command),
+            sys.intern(report.status),
             parsed_time(report.due),
             parsed_time(report.started_at),
             parsed_time(report.finished_at),
@@ -364,9 +365,9 @@ class _Seen:
     def __init__(self, store: ViewStore) -> None:
         self.store, self._folder = store, store.runs.folder
         self.since: datetime | None = None
-        self._reports: dict[str, tuple[tuple[int, int] | None, Attempt | None]] = {}
-        """File → what it was like when it was read, None where it was too new to know; and what it
-        said, None of what is no attempt."""
+        self._reports: dict[str, tuple[int, Attempt | None]] = {}
+        """Run → a stamp of its report, 0 where that was too new to have one; and what it said, None
+        of what is no attempt."""
         self._of: int | None = None
         """When the folder was changed that these are of."""
         self.decided: tuple[object, datetime, Decision] | None = None
@@ -412,19 +413,20 @@ class _Seen:
         items = self.store.storage.items(self._folder)
         now_ns, before, left, self._reports = time.time_ns(), self._reports, REPORTS, {}
         for item in sorted(items, key=lambda item: item.name, reverse=True):
-            if left and item.name.endswith(".json") and not item.name.startswith("."):
-                mark = (item.size_bytes, item.modified_ns)
-                known = before.get(item.name)
-                if known is None or known[0] != mark:
-                    settled = abs(now_ns - item.modified_ns) > SETTLED_NS
-                    known = (mark if settled else None, self._attempt(item.name))
-                self._reports[item.name] = known
+            run, suffix = item.name[:-5], item.name[-5:]
+            if left and suffix == ".json" and not run.startswith("."):
+                settled = abs(now_ns - item.modified_ns) > SETTLED_NS
+                stamp = hash((item.size_bytes, item.modified_ns)) if settled else 0
+                known = before.get(run)
+                if known is None or known[0] != stamp or not stamp:
+                    known = stamp, self._attempt(run)
+                self._reports[run if known[1] is None else known[1].run] = known
                 left -= known[1] is not None
         self._of = of
 
-    def _attempt(self, name: str) -> Attempt | None:
+    def _attempt(self, run: str) -> Attempt | None:
         try:
-            return Attempt.of(self.store.runs.read(name.removesuffix(".json")))
+            return Attempt.of(self.store.runs.read(run))
         except SnapshotError as exc:
             log.warning("%s; remove the file", exc)
             return None

@@ -48,7 +48,9 @@ class Reconciler:
         command: Callable[[Project, str], Sequence[str]] = reconcile_command,
     ) -> None:
         self._project, self._announce, self._command = project, announce, command
-        self._views = {name: project.offline.view(name) for name in project.names}
+        offline = project.offline
+        self._views = {name: offline.view(name) for name in project.names}
+        self._notes = {name: view.leases for name, view in self._views.items()}
         self._stopping = threading.Event()
         self._reported: dict[str, str] = {}
         self._attempts: dict[str, int] = {}
@@ -71,7 +73,10 @@ class Reconciler:
     def sighted(self) -> bool:
         """Whether readers reported damage."""
         try:
-            return any(has_sightings(one.leases) and is_due(one) for one in self._views.values())
+            return any(
+                has_sightings(notes) and is_due(self._views[view])
+                for view, notes in self._notes.items()
+            )
         except PrecomputeError:
             # reported by :meth:`check`
             return False

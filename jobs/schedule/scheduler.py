@@ -38,6 +38,7 @@ from precompute.store.errors import (
     SnapshotError,
 )
 from precompute.store.offline.runs import Report, Runs
+from precompute.store.offline.view_store import OfflineStore
 from precompute.store.times import EPOCH, duration, iso, parsed_time, utc_now
 from precompute.workers.process import ChildProcess, end_all, installed_module
 
@@ -82,6 +83,7 @@ class Scheduler:
     announce: Callable[[str], None] = log.info
     clock: Callable[[], datetime] = utc_clock
     _reconciler: Reconciler = field(init=False)
+    _store: OfflineStore = field(init=False)
     _ledger: Ledger = field(init=False)
     _schedules: Mapping[str, Schedule] = field(init=False)
     _jobs: BackgroundScheduler = field(init=False)
@@ -100,7 +102,8 @@ class Scheduler:
 
     def __post_init__(self) -> None:
         self._reconciler = Reconciler(self.project, self.announce)
-        self._ledger = Ledger(self.project, self.project.offline)
+        self._store = self.project.offline
+        self._ledger = Ledger(self.project, self._store)
         self._schedules = self.project.schedules()
         # its memory job store: there is nothing to store, and every persistent one unpickles
         self._jobs = BackgroundScheduler(
@@ -232,7 +235,7 @@ class Scheduler:
 
     def _settled(self, view: str, now: datetime) -> bool:
         """Write down what a view's runs left to; returns whether some are to be told of."""
-        left, store = self._ledger.left(view), self.project.offline.view(view)
+        left, runs = self._ledger.left(view), self._runs(view)
         if not self._ledger.seen(view, now):
             self._check()
             self._ledger.see(view, now)
@@ -240,10 +243,11 @@ class Scheduler:
             self._check()
             deadline_s = self._schedules[view].deadline_s
             late = attempt.started and now >= attempt.started + timedelta(seconds=deadline_s)
-            close_dead(store, attempt.partition, _too_long(deadline_s) if late else DIED)
+            why = _too_long(deadline_s) if late else DIED
+            close_dead(self._store.view(view), attempt.partition, why)
         for attempt in left.ahead:
             self._check()
-            store.runs.write(replace(store.runs.read(attempt.run), ahead=True))
+            runs.write(replace(runs.read(attempt.run), ahead=True))
         return bool(left.untold)
 
     def _check(self) -> None:
@@ -326,7 +330,7 @@ class Scheduler:
             raise SnapshotError(wrong)
         self._ledger.attempts(view)
         for attempt in self._ledger.left(view).dead:
-            close_dead(self.project.offline.view(view), attempt.partition, why)
+            close_dead(self._store.view(view), attempt.partition, why)
         attempts, goes_on = self._ledger.attempts(view)
         of_it = [attempt for attempt in attempts if attempt.due == due]
         own = [attempt for attempt in of_it if attempt.run not in before]
@@ -365,7 +369,7 @@ class Scheduler:
             self._told.discard(attempt.run)
 
     def _runs(self, view: str) -> Runs:
-        return self.project.offline.view(view).runs
+        return self._store.view(view).runs
 
     def _report(self, what: str, text: str, always: bool = False) -> None:
         """Announce a message, unless it is the same as the last one on its subject."""

@@ -76,7 +76,7 @@ class OfflineStore:
 
     def view(self, name: str) -> ViewStore:
         """The handle of one view, there or not yet; the same one every time."""
-        return self._views.setdefault(name, ViewStore(self, name))
+        return self._views.get(name) or self._views.setdefault(name, ViewStore(self, name))
 
     def views(self) -> list[str]:
         """Names of the views that have a folder here, sorted."""
