@@ -101,15 +101,12 @@ class Storage(Protocol):
     def read_ahead(self, paths: Sequence[Path]) -> None:
         """Have immutable records at hand that are about to be read, requested side by side."""
 
-    def look(self, root: Path, folders: Collection[Path]) -> AbstractContextManager[None]:
-        """While it lasts, what lies in the root's folder and in these folders of views is read as
-        it was at its beginning: by few requests, however many records there are. What this process
-        writes meanwhile is seen.
-
-        Args:
-            root: the root's folder.
-            folders: those of the views that are looked at.
-        """
+    def look(
+        self, root: Path, folders: Collection[Path] | None = None
+    ) -> AbstractContextManager[None]:
+        """While it lasts, what lies in the root's folder and in these folders of views, all by
+        default, is read by this thread as it was at its beginning, but for their data: by few
+        requests, however many records there are. What it writes meanwhile is seen."""
         ...
 
     def create(self, path: Path, data: bytes, *, point: str | None = None) -> None:
@@ -233,7 +230,9 @@ class LocalStorage:
     def read_ahead(self, paths: Sequence[Path]) -> None:
         """They are here."""
 
-    def look(self, root: Path, folders: Collection[Path]) -> AbstractContextManager[None]:
+    def look(
+        self, root: Path, folders: Collection[Path] | None = None
+    ) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def create(self, path: Path, data: bytes, *, point: str | None = None) -> None:

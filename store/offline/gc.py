@@ -253,7 +253,8 @@ def _reachable(
         if catalog.stamps[number][1] / 1e9 > young_s:
             roots.add(number)
     roots.update(_newest(manifests, store.log.bad(), live, keep))
-    roots |= _inputs_of_others(store, catalog, report)
+    with store.storage.look(store.offline.root):
+        roots |= _inputs_of_others(store, catalog, report)
     todo = [number for number in roots if number in manifests]
     reachable = set(todo)
     while todo:

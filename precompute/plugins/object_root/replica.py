@@ -1,7 +1,9 @@
 """Replica: sends what is live to a root in an object store, and has a host follow that root: fetch,
 compare and flip, once, or in a thread (Follower); only where table files are the online store.
 
-    <root>/<view>/notes/served.json        the pointer that readers follow, and the files it needs;
+    <root>/.served.json                   which publishing of each view was told last: a look at all
+                                          views is one request
+    <root>/<view>/notes/served.json       the pointer that readers follow, and the files it needs;
                                           in the cache, those that were compared and are served
     <root>/<view>/online/<segment>.table  segments; indexes lie where they always do
 """
@@ -10,11 +12,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+import uuid
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
 from pathlib import Path
 
 from precompute.store.account.account import Followed, read_followed, write_followed
@@ -25,8 +31,8 @@ from precompute.store.disk.durable_file import (
     restore,
     sha256_of,
 )
-from precompute.store.disk.record import Record, read_record, sealed
-from precompute.store.disk.storage import File, known_identity
+from precompute.store.disk.record import Record, read_record, sealed, whole_record
+from precompute.store.disk.storage import File, known_identity, storage_of
 from precompute.store.errors import (
     DamagedPointerError,
     OnlineStoreError,
@@ -48,10 +54,15 @@ from precompute.store.vectors.indexed_parts import is_index
 
 log = logging.getLogger(__name__)
 
-LIVE_FILES = "served.json"
+LIVE_FILES, TOLD = "served.json", ".served.json"
 
 POLL_S = 0.5
-"""How often a replica looks at the pointer of each view: one request."""
+"""How often a replica looks which views were published: one request."""
+ALL_S = 60.0
+"""How often it looks at the pointer of each view all the same: who published may have been killed
+before it was told."""
+AT_ONCE = 8
+"""Views that are followed side by side."""
 WARNED_S = 60.0
 """Seconds between two warnings that the root cannot be reached."""
 NOTED_S = 5.0
@@ -72,6 +83,24 @@ class _LiveFiles(Record, frozen=True):
 
     pointer: str
     files: tuple[_ServedFile, ...]
+
+
+class _Told(Record, frozen=True):
+    """View → epoch of the publishing that was told last, and a word that no other has."""
+
+    views: dict[str, tuple[int, str]]
+
+
+def _told(root: Path) -> dict[str, tuple[int, str]]:
+    """What was told last of each view.
+
+    Raises:
+        UnreadableError: it cannot be read now.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        told = whole_record(_Told, storage_of(root).read(root / TOLD), root / TOLD)
+        return {} if told is None else told.views
+    return {}
 
 
 class Replica:
@@ -148,21 +177,45 @@ class Replica:
             self._store.storage.update(self._path, moved)
         except OSError as exc:
             raise SnapshotError(disk_message(self._path, exc, "other hosts serve on")) from exc
+        self._tell(pointer.epoch)
+
+    def _tell(self, epoch: int | None) -> None:
+        """Have followers look at the view at once; None: it has ended. That they cannot be told is
+        no error: they look within a minute."""
+        path = self._store.offline.root / TOLD
+
+        def told(data: bytes | None) -> bytes:
+            known = whole_record(_Told, data, path)
+            views = {} if known is None else dict(known.views)
+            views.pop(self._store.name, None)
+            if epoch is not None:
+                views[self._store.name] = epoch, uuid.uuid4().hex[:8]
+            return sealed(_Told(views))
+
+        try:
+            self._store.storage.update(path, told)
+        except (OSError, UnreadableError) as exc:
+            log.warning("view %r: other hosts see it within a minute: %s", self._store.name, exc)
 
     def is_behind(self, epoch: int) -> bool:
-        """Whether the root's pointer for followers is of an older publishing, damaged, or not
-        there."""
+        """Whether the root's pointer for followers is of an older publishing, damaged, not there,
+        or not told of."""
         if not self.is_one:
             return False
         with contextlib.suppress(ValueError):
             served = self._live_files()
-            return served is None or _read(sealed(served), self._path)[0].epoch < epoch
+            told, _ = _told(self._store.offline.root).get(self._store.name, (0, ""))
+            return (
+                served is None or told < epoch or _read(sealed(served), self._path)[0].epoch < epoch
+            )
         return True
 
     def end(self) -> None:
         """Have no host serve the view any more."""
         self._store.storage.delete(self._path)
         self._store.storage.delete_all(self._store.folder / "online")
+        if self.is_one:
+            self._tell(None)
 
     def drop_all_but(self, keep: set[str]) -> None:
         """Remove other segments and indexes from the root, but for later ones, of larger numbers:
@@ -376,11 +429,9 @@ class Follower:
         self, offline: OfflineStore, online: Callable[[], OnlineStore], names: Sequence[str]
     ) -> None:
         self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._folders = {name: offline.view(name).leases for name in names}
-        self._online = online()
-        self._replicas = {
-            name: replica
+        self._offline, self._online = offline, online()
+        self._views = {
+            name: _Followed(replica, offline.view(name).leases)
             for name in names
             if (replica := Replica(offline.view(name), self._online)).is_one
         }
@@ -391,64 +442,90 @@ class Follower:
     def restore_files(self) -> Callable[[str], None] | None:
         """Restores what a view serves here from the root, where it differs, as
         :meth:`Replica.follow` does; None where nothing is followed."""
-        return self._restore_files if self._replicas else None
+        return self._restore_files if self._views else None
 
     def _restore_files(self, name: str) -> None:
-        self._replicas[name].follow(again=True)
+        self._views[name].replica.follow(again=True)
 
     def stop(self) -> None:
         """End it; a file that is being fetched is fetched first."""
         self._stop.set()
-        if self._thread is not None:
-            self._thread.join(5.0)
+        self._thread.join(5.0)
 
     def _run(self) -> None:
-        with contextlib.closing(self._online):
-            known = {
-                name: read_followed(self._folders[name]) or Followed(time.time_ns() // 1000)
-                for name in self._replicas
-            }
-            noted_s, warned_s = dict[str, float](), dict[str, float]()
-            while self._replicas and not self._stop.is_set():
-                for name, replica in self._replicas.items():
-                    # one view that cannot be followed, or whose files are compared, is no reason to
-                    # leave the others behind
-                    if replica.is_busy:
-                        continue
-                    before = known[name]
-                    try:
-                        replica.follow()
-                    except Exception as exc:
-                        known[name] = Followed(before.at_us, str(exc))
-                        self._warn(name, exc, before.at_us, warned_s)
-                    else:
-                        known[name] = Followed(time.time_ns() // 1000)
-                        if warned_s.pop(name, None) is not None:
-                            log.info(
-                                "view %r: the root answers again: what is live is served", name
-                            )
-                    now_s = time.monotonic()
-                    if (
-                        known[name].why != before.why
-                        or now_s > noted_s.get(name, -NOTED_S) + NOTED_S
-                    ):
-                        noted_s[name] = now_s
-                        write_followed(self._folders[name], known[name])
+        root, pool = self._offline.root, ThreadPoolExecutor(AT_ONCE)
+        with contextlib.closing(self._online), pool:
+            while self._views and not self._stop.is_set():
+                try:
+                    told = _told(root)
+                except Exception as exc:
+                    for view in self._views.values():
+                        view.note(exc)
+                else:
+                    due = [view for view in self._views.values() if view.is_due(told)]
+                    list(pool.map(_Followed.follow, due, repeat(told)))
                 self._stop.wait(POLL_S)
 
-    @staticmethod
-    def _warn(name: str, exc: Exception, followed_us: int, warned_s: dict[str, float]) -> None:
+
+class _Followed:
+    """One view of a :class:`Follower`: what it was told of when it was followed last, and what is
+    noted of that."""
+
+    def __init__(self, replica: Replica, notes: Path) -> None:
+        self.replica, self._notes, self._name = replica, notes, notes.parent.name
+        self._known = read_followed(notes) or Followed(time.time_ns() // 1000)
+        self._told: tuple[int, str] | None = None
+        self._followed_s = self._noted_s = self._warned_s = -math.inf
+
+    def is_due(self, told: Mapping[str, tuple[int, str]]) -> bool:
+        """Whether to look at its pointer; else it is noted that nothing was published."""
+        if self.replica.is_busy:
+            return False
+        due = (
+            self._known.why != ""
+            or told.get(self._name) != self._told
+            or time.monotonic() > self._followed_s + ALL_S
+        )
+        if not due:
+            self.note(None)
+        return due
+
+    def follow(self, told: Mapping[str, tuple[int, str]]) -> None:
+        """Serve what the root says. That one view cannot be followed is no reason to leave the
+        others behind."""
+        try:
+            self.replica.follow()
+        except Exception as exc:
+            self.note(exc)
+        else:
+            self._told, self._followed_s = told.get(self._name), time.monotonic()
+            self.note(None)
+
+    def note(self, exc: Exception | None) -> None:
+        """Note that it is served as the root says, or why not."""
+        before, now_us, now_s = self._known, time.time_ns() // 1000, time.monotonic()
+        self._known = Followed(now_us) if exc is None else Followed(before.at_us, str(exc))
+        if exc is not None:
+            self._warn(exc)
+        elif self._warned_s > -math.inf:
+            self._warned_s = -math.inf
+            log.info("view %r: the root answers again: what is live is served", self._name)
+        if self._known.why != before.why or now_s > self._noted_s + NOTED_S:
+            self._noted_s = now_s
+            write_followed(self._notes, self._known)
+
+    def _warn(self, exc: Exception) -> None:
         """Say so once in :data:`WARNED_S`; what is no error of ours comes with where it was raised,
         and does not end the thread either: it would not be seen that a replica stands still."""
         now_s = time.monotonic()
-        if now_s < warned_s.get(name, -WARNED_S) + WARNED_S:
+        if now_s < self._warned_s + WARNED_S:
             return
-        warned_s[name] = now_s
+        self._warned_s = now_s
         log.warning(
             "view %r: behind the root for %s: %s. What was live then is served, each row with its"
             " own age",
-            name,
-            duration(max(0.0, time.time() - followed_us / 1e6)),
+            self._name,
+            duration(max(0.0, time.time() - self._known.at_us / 1e6)),
             exc,
             exc_info=None if isinstance(exc, PrecomputeError) else exc,
         )

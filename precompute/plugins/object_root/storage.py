@@ -312,9 +312,11 @@ class ObjectStorage:
     # ---- listings
 
     @contextlib.contextmanager
-    def look(self, root: Path, folders: Collection[Path]) -> Iterator[None]:
+    def look(self, root: Path, folders: Collection[Path] | None = None) -> Iterator[None]:
         try:
             trees = {"": {"": self._listed(root)}}
+            if folders is None:
+                folders = [root / name for name in trees[""][""].folders if name[0] != "."]
             _at_once(lambda folder: trees.update([self._tree(folder)]), folders, RECORDS_AT_ONCE)
             self._look.trees = trees
         except StorageError as exc:
@@ -349,7 +351,7 @@ class ObjectStorage:
         if isinstance(trees, StorageError):
             raise trees
         top, _, below = key.partition("/")
-        if trees is None or top not in trees or (top and below < AFTER_DATA):
+        if trees is None or top not in trees or "" < below < AFTER_DATA:
             return None
         return trees[top].get(key, _NOTHING)
 
