@@ -535,10 +535,10 @@ class _Look:
                 self._add(check.path, State.DAMAGED, act, damage, of)
         if left:
             oldest_us = min(files[check.path] for check in left)
-            since = f" for {duration((self._now_us - oldest_us) / 1e6)}" if oldest_us else ""
+            ago = duration((self._now_us - oldest_us) / 1e6)
             self._unread.append(
                 f"{len(left)} files, {sum(check.size_bytes for check in left) / 1e6:,.1f} MB, for"
-                f" want of time{since}"
+                f" want of time, {f'the longest for {ago}' if oldest_us else 'some of them never'}"
             )
         seen = {path: at_us for path, at_us in files.items() if at_us}
         size_bytes = sum(check.size_bytes for check, _ in checks)
