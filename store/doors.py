@@ -372,7 +372,7 @@ PROJECT_KEYS: Door[type[Any]] = Door("project key", "model_validate", "spec")
 """A key of ``project.yaml``, with the sections that it stands in, as ``serve.tracing`` → the class
 of a :class:`precompute.jobs.config.open_section.Keys` that has it."""
 
-SNAPSHOTS: Door[type[Any]] = Door("snapshots", "committed", "published", "going")
+SNAPSHOTS: Door[type[Any]] = Door("snapshots", "committed", "published", "checks", "going")
 """A folder in a view's, also the key that a configuration asks for it by → the class of a
 :class:`precompute.store.offline.hooks.SnapshotHook`, which derives that folder from the view's
 snapshots."""

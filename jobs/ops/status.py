@@ -35,7 +35,6 @@ from precompute.store.errors import (
 )
 from precompute.store.feature_view import status_of
 from precompute.store.offline import hooks
-from precompute.store.offline.gc import damage
 from precompute.store.offline.log import LiveRef
 from precompute.store.offline.runs import Report
 from precompute.store.offline.snapshot import Snapshot
@@ -279,7 +278,7 @@ def view_status(project: Project, store: ViewStore, online: OnlineStore) -> dict
     # where the pointer was moved since it was looked at, what is wrong is with another one
     lost = ref is not None and pointer is not None and pointer.epoch > ref.epoch
     attention += account.trouble if ref is None or line["online"] or lost else []
-    return line | {"attention": _attention(line) + attention + damage(store)}
+    return line | {"attention": _attention(line) + attention}
 
 
 def _held(store: ViewStore, ref: LiveRef | None) -> dict[str, Any] | None:

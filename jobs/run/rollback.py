@@ -26,6 +26,7 @@ from precompute.store.account.checker import check_live
 from precompute.store.disk.durable_file import spending_reserve
 from precompute.store.disk.lease import is_held, take
 from precompute.store.errors import ConflictError, SnapshotError
+from precompute.store.offline import hooks
 from precompute.store.offline.log import PUBLISH_LEASE, BadMark, Hold, LiveRef, Publishing
 from precompute.store.offline.runs import Report
 from precompute.store.offline.standing import Standing
@@ -317,6 +318,9 @@ def reconcile(
             records = [finding for finding in account.findings if finding.act is Act.REMOVE]
             for finding in records:
                 store.storage.delete(Path(finding.what))
+            if records:
+                # what is derived is made again
+                hooks.published(store)
             # the view may have been published or dropped before the lease was taken
             account = check_live(store, online, publishing=True)
             publisher.sweep()

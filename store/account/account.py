@@ -94,7 +94,8 @@ class Account(Record, frozen=True):
     ``epoch`` and ``snapshot`` are what was live (0: nothing) when it was last looked, at ``at_us``.
     ``rows`` is how many the snapshot has. ``files`` maps what has a checksum, by its path, to when
     that was last compared; ``files_bytes`` is their size. ``doubts`` are the online store's own
-    that were looked into, and nothing was found.
+    that were looked into, and nothing was found. ``unread`` says in words what the last look did
+    not look at.
     """
 
     view: str
@@ -107,6 +108,7 @@ class Account(Record, frozen=True):
     files: dict[str, int] = field(default_factory=dict)
     files_bytes: int = 0
     doubts: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
 
     @property
     def trouble(self) -> list[str]:
@@ -138,9 +140,13 @@ class Account(Record, frozen=True):
         )
 
     def looked_at(self, now_us: int) -> str:
-        """What was looked at of what is live, and when, in words."""
+        """What was looked at of what is live, and when, and what was not, in words."""
         if not self.epoch:
             return "nothing is live"
+        left = "".join(f"; not looked at: {said}" for said in self.unread)
+        return self._looked_at(now_us) + left
+
+    def _looked_at(self, now_us: int) -> str:
         turn = self.turn
         if turn.before_us:
             read = (

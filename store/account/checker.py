@@ -2,9 +2,9 @@
 whole; and the thread of a server that has it look every minute.
 
 Each look reads pointers, small records, the headers of segments and indexes, the rows that
-readers reported, a window of rows that moves over all of them, and files by their checksums, the
-longest unread first. A view of a few megabytes is read whole each time, a large one within the
-hour."""
+readers reported, a window of rows that moves over all of them, and files by their checksums: the
+small ones each time, the others the longest unread first. A view of a few megabytes is read whole
+each time, a large one within the hour."""
 
 from __future__ import annotations
 
@@ -55,6 +55,8 @@ from precompute.store.errors import (
     SnapshotError,
     UnreadableError,
 )
+from precompute.store.offline import hooks
+from precompute.store.offline.gc import damage as damage_of_manifests
 from precompute.store.offline.log import DROP_LEASE, PUBLISH_LEASE, run_lease
 from precompute.store.offline.segment import Part, Segment
 from precompute.store.offline.selection import Selection, all_rows
@@ -68,7 +70,7 @@ from precompute.store.online.online_store import (
     Pointer,
     check_own_rows,
 )
-from precompute.store.times import AHEAD_US, clock_us
+from precompute.store.times import AHEAD_US, clock_us, duration
 from precompute.store.vectors.index_files import index_checks
 
 log = logging.getLogger(__name__)
@@ -87,6 +89,10 @@ view at every look."""
 READ_BYTES_S = 1e9
 """Rate at which files are compared, about: one that would take longer than the time left waits for
 the hour's share."""
+SMALL_BYTES_S, OPEN_BYTES = READ_BYTES_S / 4, 65536
+"""Bytes for each second of a look that the smallest files may have together, which are compared at
+every look; each is counted with what opening it takes. Of one view 75 MB: most indexes, and all
+that is small and damages much."""
 MOST_KEYS = 16
 """Keys of rows that are not whole that a finding names; they are read again at the next look."""
 NEWEST_REPORTS = 50
@@ -177,6 +183,7 @@ class _Look:
             # by a clock that was wrong: what was read when is not known
             self._before = replace(self._before, files={}, turn=Turn())
         self._findings: list[Finding] = []
+        self._unread: list[str] = []
         self._sighted_files: tuple[str, ...] = ()
         self._by_files = not store.storage.local and not online.blocking
         """Whether rows are known by the checksums of the files that they lie in: to compare them
@@ -236,6 +243,7 @@ class _Look:
             *self._online_checks(snapshot.names, pointer),
             *self._part_checks(snapshot),
             *self._log_checks(),
+            *self._derived_checks(),
         ]
         return self._written(self._files(account, checks))
 
@@ -331,17 +339,37 @@ class _Look:
             self._add("log", State.UNREADABLE, Act.PERSON, str(exc))
 
     def _log_checks(self) -> Iterator[tuple[FileCheck, Act]]:
-        """The check of all events, those in archives too; elsewhere each is a request."""
-        view_log = self._store.log
+        """The checks of all events, those in archives too, and of all manifests."""
+        store = self._store
         known = {finding.what for finding in self._findings}
 
         def damage() -> str | None:
-            found = view_log.damage().items()
+            found = store.log.damage().items()
             return "; ".join(said for path, said in found if str(path) not in known) or None
 
-        if self._store.storage.local and not self._publishing:
-            path, size_bytes = str(self._store.folder / "log"), view_log.size_bytes()
-            yield FileCheck(path, size_bytes, damage), Act.PERSON
+        def manifests() -> str | None:
+            return "; ".join(damage_of_manifests(store)) or None
+
+        for name, check in (("log", damage), ("manifests", manifests)):
+            if self._reads("of the " + name):
+                items = store.storage.items(store.folder / name)
+                path, size_bytes = str(store.folder / name), sum(one.size_bytes for one in items)
+                yield FileCheck(path, size_bytes, check), Act.PERSON
+
+    def _derived_checks(self) -> Iterator[tuple[FileCheck, Act]]:
+        """The checks of what powers derive from the snapshots."""
+        if self._reads("of what is derived from them"):
+            found, said = hooks.checks(self._store)
+            self._unread += said
+            yield from ((check, Act.REMOVE) for check in found)
+
+    def _reads(self, what: str) -> bool:
+        """Whether all files are read that who publishes does not read, and of which elsewhere each
+        is a request."""
+        elsewhere = not self._store.storage.local and self._share < 1.0
+        if elsewhere:
+            self._unread.append(f"the files {what}, which lie elsewhere: precompute verify does")
+        return not elsewhere and not self._publishing
 
     def _served(self) -> int:
         """The snapshot that readers are served; 0 for none, and where that is not known."""
@@ -356,7 +384,8 @@ class _Look:
         return any(event.kind == "drop" for event in self._store.log.events())
 
     def _written(self, account: Account) -> Account:
-        return replace(account, at_us=self._now_us, findings=tuple(self._findings))
+        found = tuple(self._findings)
+        return replace(account, at_us=self._now_us, findings=found, unread=tuple(self._unread))
 
     def _add(
         self,
@@ -456,37 +485,42 @@ class _Look:
         if self._share >= 1.0:
             turn = replace(turn, file=0, group=0, rows=0, began_us=self._now_us)
             least = math.inf
-        return read_on(turn, self._online, pointer, rows, least, self._ends_s, self._now_us)
+        # the other half is the files'
+        ends_s = self._ends_s - self._budget_s / 2
+        return read_on(turn, self._online, pointer, rows, least, ends_s, self._now_us)
 
     # ---- files
 
     def _files(self, account: Account, checks: list[tuple[FileCheck, Act]]) -> Account:
-        """Compare files with their checksums: those that were found damaged, then the longest
-        unread."""
-        total = sum(check.size_bytes for check, _ in checks)
-        known, read = self._before.files, 0
+        """Compare files with their checksums: the small ones, and those that were found damaged,
+        then the longest unread."""
+        known, read, left = self._before.files, 0, list[FileCheck]()
         damaged = {finding.what: finding for finding in self._before.findings}
         files = {check.path: known.get(check.path, 0) for check, _ in checks}
+        small = self._small(checks)
+        total = sum(check.size_bytes for check, _ in checks if check.path not in small)
         # what was damaged, or never read, has no time, and comes first
         for number, (check, act) in enumerate(
-            sorted(checks, key=lambda found: files[found[0].path])
+            sorted(checks, key=lambda one: (one[0].path not in small, files[one[0].path]))
         ):
-            left_s = self._ends_s - time.monotonic()
+            left_s, is_small = self._ends_s - time.monotonic(), check.path in small
             enough = read >= self._share * total and (
                 left_s <= 0 or check.size_bytes > READ_BYTES_S * left_s
             )
             sighted = any(part in check.path for part in self._sighted_files)
-            first = number == 0 and self._share > 0
+            first = number == len(small) and self._share > 0
+            just_now = files[check.path] > self._now_us - OFTEN_S * 1e6
             if (
                 self._share < 1.0
                 and not sighted
                 # what was loaded again since is whole
                 and not (self._publishing and check.path in damaged)
-                and ((enough and not first) or files[check.path] > self._now_us - OFTEN_S * 1e6)
+                and (just_now or (enough and not first and not is_small))
             ):
                 self._findings += [damaged[check.path]] if check.path in damaged else []
+                left += [] if just_now else [check]
                 continue
-            read += check.size_bytes
+            read += 0 if is_small else check.size_bytes
             try:
                 damage = check.damage()
             except UnreadableError as exc:
@@ -499,8 +533,26 @@ class _Look:
             if damage is not None:
                 of = None if check.segment is None else (check.segment,)
                 self._add(check.path, State.DAMAGED, act, damage, of)
+        if left:
+            oldest_us = min(files[check.path] for check in left)
+            ago = duration((self._now_us - oldest_us) / 1e6)
+            self._unread.append(
+                f"{len(left)} files, {sum(check.size_bytes for check in left) / 1e6:,.1f} MB, for"
+                f" want of time, {f'the longest for {ago}' if oldest_us else 'some of them never'}"
+            )
         seen = {path: at_us for path, at_us in files.items() if at_us}
-        return replace(account, files=seen, files_bytes=total)
+        size_bytes = sum(check.size_bytes for check, _ in checks)
+        return replace(account, files=seen, files_bytes=size_bytes)
+
+    def _small(self, checks: Sequence[tuple[FileCheck, Act]]) -> set[str]:
+        """Paths of the smallest files, so many as every look has the time for."""
+        most, small = self._budget_s * SMALL_BYTES_S, set[str]()
+        for check, _ in sorted(checks, key=lambda one: one[0].size_bytes):
+            most -= check.size_bytes + OPEN_BYTES
+            if most < 0:
+                break
+            small.add(check.path)
+        return small
 
     def _online_checks(
         self, segments: Sequence[str], pointer: Pointer | None
@@ -532,11 +584,19 @@ class _Look:
             self._add("live snapshot", State.DAMAGED, Act.RUN, str(exc))
 
     def _built_on(self, snapshot: Snapshot) -> Iterator[tuple[Snapshot, Segment | None, Part]]:
-        """The files of the snapshot and its members, each once, with its segment; None of what lies
-        beside."""
-        store, members = self._store, snapshot.members.values()
+        """The files of the snapshot, its members, and those that were committed since, each once,
+        with its segment; None of what lies beside."""
+        store, holders = self._store, [snapshot]
         # elsewhere each manifest is a request, and their files are compared before they are parsed
-        holders = [snapshot, *(store.snapshot(n) for n in members if store.storage.local)]
+        if store.storage.local:
+            holders += map(store.snapshot, snapshot.members.values())
+            # a later run may build on them; those that cannot be read are told as manifests
+            for number in store.numbers():
+                if number > snapshot.number and number not in store.log.bad():
+                    with contextlib.suppress(SnapshotError):
+                        holders.append(store.snapshot(number))
+        if older := set(store.numbers()) - {holder.number for holder in holders}:
+            self._unread.append(f"the parts of {len(older)} other snapshots, until they are used")
         named: dict[str, tuple[Snapshot, Segment | None, Part]] = {}
         for holder in holders:
             for segment in holder.segments:

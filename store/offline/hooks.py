@@ -4,11 +4,12 @@ when one was committed, another one went live, or some are about to go."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
 
 from precompute.store.doors import FOLLOWERS, SNAPSHOTS
 from precompute.store.offline.view_store import ViewStore
+from precompute.store.online.online_store import FileCheck
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +31,13 @@ class SnapshotHook(Protocol):
         ...
 
     def published(self, store: ViewStore) -> None:
-        """What is live is another snapshot."""
+        """What is live is another snapshot, or files that :meth:`checks` names were removed, since
+        they were damaged: what is not there is made again."""
+        ...
+
+    def checks(self, store: ViewStore) -> Iterable[FileCheck]:
+        """The checks of the files in the folder, for the account; each says what is wrong, and that
+        ``reconcile`` heals it."""
         ...
 
     def going(self, store: ViewStore, numbers: Collection[int]) -> None:
@@ -53,6 +60,14 @@ def going(store: ViewStore, numbers: Collection[int]) -> None:
     """As of :class:`SnapshotHook`, of all that are here; what is wrong is logged."""
     for sentence in _each(lambda _, hook: hook.going(store, numbers)):
         log.warning("view %r: %s", store.name, sentence)
+
+
+def checks(store: ViewStore) -> tuple[list[FileCheck], list[str]]:
+    """As of :class:`SnapshotHook`, of all that are here; and sentences for what is not looked
+    at."""
+    found = list[FileCheck]()
+    said = _each(lambda _, hook: found.extend(hook.checks(store)))
+    return found, [*said, *left(store)]
 
 
 def _each(call: Callable[[str, SnapshotHook], list[str] | None]) -> list[str]:

@@ -191,7 +191,13 @@ class ViewStore:
                 f"view {self.name!r} has no snapshot {number} under {self.offline.root} (it has:"
                 f" {have})"
             ) from exc
-        return Snapshot.from_bytes(data, str(path), self.segment)
+        snapshot = Snapshot.from_bytes(data, str(path), self.segment)
+        if snapshot.number != number:
+            raise SnapshotError(
+                f"{path} is the manifest of snapshot {snapshot.number}; run the view again or go"
+                " back to an older snapshot"
+            )
+        return snapshot
 
     def segment(self, name: str, sha256: str) -> Segment:
         """The record of a segment, as a manifest names it.

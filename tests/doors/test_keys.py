@@ -124,6 +124,9 @@ class Archive:
     def published(self, store):
         self._say(store, f"published {store.log.readable_live().snapshot}")
 
+    def checks(self, store):
+        return ()
+
     def going(self, store, numbers):
         raise RuntimeError("the archive is lost")
 

@@ -61,7 +61,9 @@ def test_a_torn_newest_manifest_is_passed_over(length: int, committed: FaultScen
     assert check_readers(committed) == before
     assert recover(committed).snapshot == 4
     assert check_readers(committed) == committed.history[-1]
-    assert all(check.ok for check in verify(committed.project(), VIEW))
+    # until it is given up
+    (wrong,) = [check for check in verify(committed.project(), VIEW) if not check.ok]
+    assert (wrong.check, str(path) in wrong.found) == ("account", True)
     path.unlink()
     check_everything(committed)
 

@@ -352,7 +352,55 @@ def test_a_segment_that_lost_rows_is_loaded_again_under_a_new_one(
     assert project.served(range(ROWS)) == (3, [2 * x for _, x in rows(3)])
 
 
+@pytest.mark.parametrize("online", ["table"], indirect=True)
+def test_a_log_that_lost_its_end_is_told(project: Scene) -> None:
+    path = newest_event(project)
+    path.unlink()
+    said = f"its log in {project.store.folder} says no more than event 1"
+    (told,) = [line for line in project.status()["attention"] if said in line]
+    assert "are served snapshot 2 by event 2" in told
+    assert project.cli("verify", "numbers") == 1
+    # what readers are served is said anew by a person alone
+    assert reconcile(project, "numbers", Silent()) is None
+    assert project.publish(snapshot=2).status == "published"
+    assert (project.status()["attention"], project.faults()) == ([], [])
+
+
+@pytest.mark.parametrize("online", ["table"], indirect=True)
+def test_what_the_next_run_builds_on_is_looked_at(
+    project: Scene, make_project: MakeProject
+) -> None:
+    project = make_project(rows(4), project={"online": project.online}, view=INDEXED)
+    project.materialize()
+    flip(part(project, 3))
+    (told,) = project.status()["attention"]
+    assert str(part(project, 3)) in told
+    assert project.run().status == "published"
+    assert project.served(range(ROWS))[1] == [2 * x for _, x in rows(4)]
+
+
 # ---- how much is read, and when
+
+
+@pytest.mark.parametrize("online", ["table"], indirect=True)
+def test_small_files_are_read_at_every_look_and_what_is_not_is_said(
+    project: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the rows take all of its time, and others are older."""
+    monkeypatch.setattr(checker, "SMALL_BYTES_S", 1e15)
+    flip(index(project, 1, "vectors.faiss"))
+    with project.online_store() as online:
+        account = check_live(project.store, online, budget_s=1e-6)
+        monkeypatch.setattr(checker, "SMALL_BYTES_S", 0.0)
+        later = check_live(project.store, online, budget_s=1e-6)
+    assert [finding.act for finding in account.findings] == [Act.INDEX]
+    others = "; not looked at: the parts of 1 other snapshots, until they are used"
+    assert account.looked_at(account.at_us).endswith(f" in the last 0 s{others}")
+    # what was damaged has no time
+    count, size_mb = len(account.files) + 1, account.files_bytes / 1e6
+    said = f"{others}; not looked at: {count} files, {size_mb:,.1f} MB, for want of time, "
+    assert f"{said}some of them never" in later.looked_at(later.at_us)
+    assert later.findings == account.findings
 
 
 def test_what_a_wrong_clock_noted_is_looked_at_again(

@@ -8,6 +8,7 @@ parts and for those of the segments below.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import struct
@@ -80,12 +81,13 @@ def schema_of(columns: pa.Schema) -> Schema:
 
 
 class Written(NamedTuple):
-    """A version that was written: where its list of manifests is, the names of its own files, and
-    its columns as metadata has them."""
+    """A version that was written: where its list of manifests is, the names of its files, its
+    columns as metadata has them, and of the files that were written now size and SHA-256 (hex)."""
 
     manifest_list: str
     names: list[str]
     columns: dict[str, Any]
+    marks: dict[str, tuple[int, str]]
 
 
 def write_version(store: ViewStore, table: str, snapshot: Snapshot, earlier: int | None) -> Written:
@@ -110,6 +112,7 @@ def write_version(store: ViewStore, table: str, snapshot: Snapshot, earlier: int
 
 def _written(store: ViewStore, table: str, snapshot: Snapshot, earlier: int | None) -> Written:
     number, folder = snapshot.number, store.folder.absolute() / table / "metadata"
+    marks = dict[str, tuple[int, str]]()
     schema = schema_of(_columns(store, snapshot))
     known = list[ManifestFile]()
     if earlier is not None:
@@ -119,7 +122,7 @@ def _written(store: ViewStore, table: str, snapshot: Snapshot, earlier: int | No
     for segment in snapshot.segments:
         first = f"{segment.name}-"
         had = [one for one in known if Path(one.manifest_path).name.startswith(first)]
-        made = had or _manifests_of(store, table, snapshot, segment, schema)
+        made = had or _manifests_of(store, table, snapshot, segment, schema, marks)
         manifests += made
         names += [Path(one.manifest_path).name for one in made]
         # tombstones alone name no row
@@ -129,19 +132,30 @@ def _written(store: ViewStore, table: str, snapshot: Snapshot, earlier: int | No
     out = _Bytes(store.storage.shown(path))
     with write_manifest_list(2, out, number, None, number, "deflate") as listed:
         listed.add_manifests(manifests)
-    store.storage.write(path, out.data)
-    return Written(out.location, [*names, path.name], json.loads(schema.model_dump_json()))
+    _write(store, path, out.data, marks)
+    names.append(path.name)
+    return Written(out.location, names, json.loads(schema.model_dump_json()), marks)
+
+
+def _write(store: ViewStore, path: Path, data: bytes, marks: dict[str, tuple[int, str]]) -> None:
+    marks[path.name] = len(data), hashlib.sha256(data).hexdigest()
+    store.storage.write(path, data)
 
 
 def _manifests_of(
-    store: ViewStore, table: str, snapshot: Snapshot, segment: Segment, schema: Schema
+    store: ViewStore,
+    table: str,
+    snapshot: Snapshot,
+    segment: Segment,
+    schema: Schema,
+    marks: dict[str, tuple[int, str]],
 ) -> list[ManifestFile]:
     """The manifests of a segment, written."""
     folder, manifests = store.folder.absolute() / table / "metadata", list[ManifestFile]()
     parts = [_data_file(store, snapshot, part, schema) for part in segment.parts]
     for content, files in (
         (ManifestContent.DATA, parts),
-        (ManifestContent.DELETES, _deletes(store, table, snapshot, segment)),
+        (ManifestContent.DELETES, _deletes(store, table, snapshot, segment, marks)),
     ):
         if files:
             path = folder / f"{segment.name}-{content.name.lower()}.avro"
@@ -150,7 +164,7 @@ def _manifests_of(
                 for file in files:
                     entry = ManifestEntry.from_args(data_file=file, sequence_number=None)
                     writer.add(entry)
-            store.storage.write(path, out.data)
+            _write(store, path, out.data, marks)
             one = writer.to_manifest_file()
             # else a list gives it the number of the version that it is written for
             one.sequence_number = one.min_sequence_number = segment.number
@@ -197,7 +211,13 @@ def _kills_name(segment: Segment) -> str:
     return f"{segment.name}-kills.parquet"
 
 
-def _deletes(store: ViewStore, table: str, snapshot: Snapshot, segment: Segment) -> list[DataFile]:
+def _deletes(
+    store: ViewStore,
+    table: str,
+    snapshot: Snapshot,
+    segment: Segment,
+    marks: dict[str, tuple[int, str]],
+) -> list[DataFile]:
     """The file of a segment's position deletes, written; none where it kills no row."""
     found = {} if segment.kills is None else read_kills(store.whole_path(snapshot, segment.kills))
     if not found:
@@ -218,7 +238,7 @@ def _deletes(store: ViewStore, table: str, snapshot: Snapshot, segment: Segment)
         ),
     )
     path = view / table / "data" / _kills_name(segment)
-    size_bytes, _ = write_part_file(path, deletes)
+    marks[path.name] = size_bytes, _ = write_part_file(path, deletes)
     store.storage.put([path])
     return [
         DataFile.from_args(
@@ -285,5 +305,7 @@ class _Stream(io.BytesIO):
 
     def close(self) -> None:
         if not self.closed:
-            self._file.data = self.getvalue()
+            # what ends a block of Avro is drawn at random: of one name all have the same bytes
+            data, name = self.getvalue(), self._file.location.encode()
+            self._file.data = data.replace(data[-16:], hashlib.sha256(name).digest()[:16])
         super().close()

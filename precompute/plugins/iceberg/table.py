@@ -13,16 +13,20 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from precompute.store.disk.durable_file import disk_message
 from precompute.store.disk.record import digest_of
+from precompute.store.disk.storage import File
 from precompute.store.errors import ConfigError, SnapshotError, UnreadableError
 from precompute.store.offline.snapshot import Entry
+from precompute.store.offline.stored_file import check_file
 from precompute.store.offline.view_store import ViewStore
+from precompute.store.online.online_store import FileCheck
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +42,8 @@ LAST_COLUMN_ID = 2**30 - 1
 
 _SEAL = "precompute.digest"
 """Property that vouches for the rest of the metadata, of which the next has its versions."""
+_FILES = "precompute.files"
+"""Property that has size and SHA-256 (hex) of each file that a version names, as JSON."""
 
 _METADATA = re.compile(r"v(\d+)\.metadata\.json")
 _OF_VERSION = re.compile(r"\d+-.+\.(?:avro|parquet)")
@@ -57,6 +63,11 @@ class Hook:
         except (ConfigError, SnapshotError, UnreadableError, OSError) as exc:
             return [f"the Iceberg table is behind until the next run: {exc}"]
         return []
+
+    def checks(self, store: ViewStore) -> list[FileCheck]:
+        """Of each file of a view's table; what is damaged is written again once it was removed."""
+        table = _Table(store)
+        return table.checks() if table.exists() else []
 
     def published(self, store: ViewStore) -> None:
         """Have a view's table, if it has one, say what is live."""
@@ -105,8 +116,8 @@ class _Table:
             body = self._body(versions, before)
             if _said(before) == _said(body):
                 break
-            body["properties"][_SEAL] = _seal_of(body)
             newest += 1
+            body["properties"][_SEAL] = _seal_of(body, newest)
             # another process's version is of what there was then: compare again before the next try
             with contextlib.suppress(FileExistsError):
                 self._storage.create(self._path(newest), json.dumps(body, indent=1).encode())
@@ -114,9 +125,46 @@ class _Table:
         newest = max(newest, self._newest())
         if self._text(self._metadata / HINT) != str(newest):
             self._storage.write(self._metadata / HINT, str(newest).encode())
-        named = {n for one in body["snapshots"] for n in one["summary"]["files"].split()}
-        self._clean(newest, named)
+        self._clean(newest, _marks_of(body))
         return versions.wrong
+
+    def checks(self) -> list[FileCheck]:
+        """Of what each file is: the newest metadata says what the versions have."""
+        newest = self._newest()
+
+        def metadata(number: int) -> str | None:
+            return None if self._read(number) else "is damaged, or of another place"
+
+        def hint() -> str | None:
+            return (
+                None
+                if self._text(self._metadata / HINT) == str(newest)
+                else "does not name the newest metadata"
+            )
+
+        def whole(path: Path, size_bytes: int, sha256: str) -> str | None:
+            try:
+                check_file(File(path, size_bytes, sha256), again=True)
+            except SnapshotError:
+                return "is gone, or not what was written"
+            return None
+
+        def check(path: Path, size_bytes: int, wrong: Callable[[], str | None]) -> FileCheck:
+            def damage() -> str | None:
+                found = wrong()
+                remedy = f"precompute reconcile {self._store.name} writes it again"
+                return None if found is None else f"{path} of the Iceberg table {found}: {remedy}"
+
+            return FileCheck(str(path), size_bytes, damage)
+
+        found = [check(self._metadata / HINT, 0, hint)]
+        for item in self._storage.items(self._metadata):
+            if name := _METADATA.fullmatch(item.name):
+                found.append(check(item.path, item.size_bytes, partial(metadata, int(name[1]))))
+        for name, mark in _marks_of(self._read(newest)).items():
+            path = self.folder / _folder_of(name) / name
+            found.append(check(path, mark[0], partial(whole, path, *mark)))
+        return found
 
     def _path(self, number: int) -> Path:
         return self._metadata / f"v{number}.metadata.json"
@@ -137,7 +185,7 @@ class _Table:
         with contextlib.suppress(ValueError, RecursionError, KeyError, TypeError, AttributeError):
             body: dict[str, Any] = json.loads(self._text(self._path(number)))
             seal = body["properties"].pop(_SEAL)
-            if seal == _seal_of(body) and body["location"] == self._location:
+            if seal == _seal_of(body, number) and body["location"] == self._location:
                 return body
         return {}
 
@@ -166,7 +214,7 @@ class _Table:
             "last-partition-id": 999,
             "default-sort-order-id": 0,
             "sort-orders": [{"order-id": 0, "fields": []}],
-            "properties": {},
+            "properties": {_FILES: json.dumps(versions.marks(), sort_keys=True)},
             "current-snapshot-id": -1 if live is None else live,
             "refs": {} if live is None else {"main": {"snapshot-id": live, "type": "branch"}},
             "snapshots": snapshots,
@@ -214,12 +262,13 @@ class _Versions:
     ) -> None:
         self._store, self.wrong = store, list[str]()
         names = {n for part in ("metadata", "data") for n in store.storage.names(folder / part)}
-        # what is damaged is written again
+        self._marks = _marks_of(before)
+        # what is not there is written again
         schemas = {one["schema-id"]: one for one in before.get("schemas", ())}
         had = {
             one["snapshot-id"]: (one, schemas[one["schema-id"]])
             for one in before.get("snapshots", ())
-            if names.issuperset(one["summary"]["files"].split())
+            if names & self._marks.keys() >= {*_files_of(one)}
         }
         self._found: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
         """Number → what the metadata says of it, and its columns."""
@@ -245,6 +294,7 @@ class _Versions:
         shared = {n: len(names.intersection(entries[n].segments)) for n in self._found}
         earlier = max(shared, key=lambda n: shared[n], default=None)
         written = write_version(self._store, FOLDER, snapshot, earlier)
+        self._marks |= written.marks
         entry = {
             "snapshot-id": number,
             "sequence-number": number,
@@ -259,6 +309,12 @@ class _Versions:
         }
         return entry, written.columns
 
+    def marks(self) -> dict[str, tuple[int, str]]:
+        """Name of each file that they have → its size and SHA-256."""
+        return {
+            name: self._marks[name] for one, _ in self._found.values() for name in _files_of(one)
+        }
+
     def listed(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """The sets of columns that the versions have, and the versions, each with the number of its
         own: a column that became another type has another id."""
@@ -271,12 +327,27 @@ class _Versions:
         return schemas, snapshots
 
 
+def _files_of(version: Mapping[str, Any]) -> list[str]:
+    names: str = version["summary"]["files"]
+    return names.split()
+
+
 def _said(body: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in body.items() if name != "last-updated-ms"}
 
 
-def _seal_of(body: Mapping[str, Any]) -> str:
-    return digest_of(json.dumps(body, sort_keys=True).encode())
+def _seal_of(body: Mapping[str, Any], number: int) -> str:
+    return digest_of(f"{number} {json.dumps(body, sort_keys=True)}".encode())
+
+
+def _marks_of(body: Mapping[str, Any]) -> dict[str, tuple[int, str]]:
+    """Name of a file that the versions of a metadata have → its size and SHA-256."""
+    marks = json.loads(body.get("properties", {}).get(_FILES, "{}"))
+    return {name: (size_bytes, sha256) for name, (size_bytes, sha256) in marks.items()}
+
+
+def _folder_of(name: str) -> str:
+    return "data" if name.endswith(".parquet") else "metadata"
 
 
 def _ms(at: str) -> int:

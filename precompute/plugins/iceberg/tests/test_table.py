@@ -17,9 +17,13 @@ import pytest
 from pyiceberg.table import StaticTable
 
 from precompute.jobs.ops.retention import gc
+from precompute.jobs.run.command_process import Silent
+from precompute.jobs.run.rollback import reconcile
 from precompute.jobs.run.run_view import check_before
 from precompute.plugins.iceberg.keys import IcebergKeys
-from precompute.plugins.iceberg.table import MOST_METADATA, Hook
+from precompute.plugins.iceberg.table import _METADATA, HINT, MOST_METADATA, Hook
+from precompute.store.account import checker
+from precompute.store.account.checker import check_live
 from precompute.store.disk.storage import LocalStorage
 from precompute.store.doors import ROOTS
 from precompute.store.errors import ConfigError
@@ -191,6 +195,55 @@ def test_a_table_that_is_lost_or_torn_is_made_again(make_project: MakeProject, l
     said = json.loads(last.read_text())
     assert [one["summary"]["rows"] for one in said["snapshots"]] == ["3", "2", "2"]
     assert '"type": "float"' not in last.read_text()
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "a bit at its start": lambda data: bytes([data[0] ^ 4]) + data[1:],
+    "a bit in its middle": lambda data: (
+        data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 4]) + data[len(data) // 2 + 1 :]
+    ),
+    "a bit at its end": lambda data: data[:-1] + bytes([data[-1] ^ 4]),
+    "cut": lambda data: data[: len(data) // 2],
+    "emptied": lambda _: b"",
+    "gone": lambda data: data,
+    "another's": lambda data: data,
+}
+FILES = ("*.json", "version-hint.text", "*-list.avro", "*-data.avro", "*-deletes.avro", "*.parquet")
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_damage_of_a_file_is_seen_by_a_look_and_healed(
+    make_project: MakeProject, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checker, "OFTEN_S", -1.0)
+    scene, rows = make(make_project, [(1, 1.0), (2, 2.0), (3, 3.0)]), [(1, 1.0), (2, 4.0)]
+    scene.run()
+    for x in (1.0, 7.0):
+        make(make_project, [*rows, (3, x)]).run()
+    folder = metadata(scene).parent
+    files = sorted(folder.rglob(kind), key=lambda path: path.stat().st_mtime_ns)
+    whole = {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    path, other = files[-1], (files[:-1] or [metadata(scene) / "v1.metadata.json"])[-1]
+    for name, damaged in DAMAGES.items():
+        path.write_bytes((other if name == "another's" else path).read_bytes())
+        path.write_bytes(damaged(path.read_bytes()))
+        if name == "gone":
+            path.unlink()
+        with scene.online_store() as online:
+            (told,) = check_live(scene.store, online).trouble
+        # the newest metadata is missed by what names it
+        named = metadata(scene) / HINT if (kind, name) == ("*.json", "gone") else path
+        assert f"{named} of the Iceberg table" in told, name
+        if name == "another's":
+            assert scene.status()["attention"] == [told]
+            assert [check.found for check in scene.faults()] == [told]
+        assert reconcile(scene, "numbers", Silent()) is not None
+        assert check(scene) == [1, 2, 3]
+        after = {one.name: one.read_bytes() for one in folder.rglob("*") if one.is_file()}
+        assert {n: data for n, data in after.items() if _METADATA.fullmatch(n) is None} == {
+            n: data for n, data in whole.items() if _METADATA.fullmatch(n) is None
+        }, "what has one name has the same bytes"
+    assert (scene.status()["attention"], scene.faults()) == ([], [])
 
 
 def test_a_killed_run_leaves_the_table_to_the_next(
