@@ -3,6 +3,8 @@ publishing."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from precompute.store.errors import ConflictError
@@ -85,7 +87,8 @@ def test_a_zombie_drops_nothing_that_is_loading_after_a_rollback(delta_to_come: 
     scene.forget_lease()
     assert act(scene, "rollback", hold=False) == "published"
     scene.write(changed(scene.rows, [4, 5]))
-    other = Child(scene, crash=("index.build", 1, "stop"))
+    forgets = replace(scene, _project=None).forget_lease
+    other = Child(scene, crash=("index.build", 1, "stop"), before=forgets)
     other.stopped()
     zombie.go_on()
     assert other.go_on().error is None
