@@ -283,7 +283,7 @@ class Unfit(Doubler):
         return super().compute(batch)
 
 
-def test_what_fails_beside_another_shard_is_blamed_on_neither_before_each_was_alone(
+def test_what_fails_beside_another_shard_is_blamed_when_it_is_alone(
     make_project: MakeProject, taken: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_module, "FIRST_S", 0.0)
