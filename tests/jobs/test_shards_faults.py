@@ -353,13 +353,13 @@ def test_one_that_was_stopped_itself_blames_nobody(
 ) -> None:
     log = tmp_path / "log"
     model = {"use": "tests.models:Counting", "args": {"path": str(log), "sleep_s": 0.1}}
-    project = {"engine": {"on": "elsewhere", "hang": "1s"}}
+    project = {"engine": {"on": "elsewhere", "hang": "2s"}}
     scene = sharded(make_project, shards=1, project=project, model=model)
     with running(scene):
         stopped = worker_process(scene)
         _until(lambda: log.exists() and len(log.read_text().splitlines()) > 3)
         stopped.send_signal(signal.SIGSTOP)
-        time.sleep(2)
+        time.sleep(3)
         stopped.send_signal(signal.SIGCONT)
         _, said = stopped.communicate(timeout=20)
     assert (stopped.returncode, scene.report().engine["attempts"]) == (0, 1), said
