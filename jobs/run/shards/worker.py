@@ -770,7 +770,8 @@ def _cpu_s() -> float:
     for children in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):
             for child in children.read_text().split():
-                ticks += sum(map(int, Path(f"/proc/{child}/stat").read_text().split()[13:15]))
+                stat = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+                ticks += int(stat[11]) + int(stat[12])
     return sum(one.ru_utime + one.ru_stime for one in used) + ticks / os.sysconf("SC_CLK_TCK")
 
 
