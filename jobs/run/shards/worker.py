@@ -321,7 +321,7 @@ class _Line:
             while not self._closed:
                 seconds, left = time.monotonic() - self._began, self.given - self._out
                 soon = left * seconds <= AHEAD_S * self._out if self._out else seconds > FIRST_S
-                if soon and len(self.open) < AT_ONCE:
+                if not self.open or (soon and len(self.open) < AT_ONCE):
                     return True
                 self._changed.wait(FIRST_S)
             return False
