@@ -38,6 +38,7 @@ SCRIPTS = (
     "store_plan",
     "scale_plan",
     "scale_shards",
+    "shards_busy",
     "store_chain",
     "store_resume",
     "store_write",

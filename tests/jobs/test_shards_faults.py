@@ -12,18 +12,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
+from precompute.engine.rows import Outcome
 from precompute.jobs.config.project import EngineConfig
+from precompute.jobs.run.rows.chunks import engine_of
 from precompute.jobs.run.rows.open_model import OpenModel
 from precompute.jobs.run.shards import coordinator as coordinator_module
 from precompute.jobs.run.shards import worker as worker_module
 from precompute.jobs.run.shards.launcher import LocalLauncher, WorkerRequest
-from precompute.jobs.run.shards.shard_folder import ShardFolder
+from precompute.jobs.run.shards.shard_folder import ShardFolder, WorkerProgress
 from precompute.jobs.run.shards.worker import work
 from precompute.store.disk.lease import Lease
 from precompute.store.doors import GROUP, LAUNCHERS
@@ -37,6 +40,7 @@ from precompute.store.errors import (
 )
 from precompute.store.offline.gc import collect
 from precompute.store.offline.runs import Finished, Journals
+from precompute.store.offline.segment import Part
 from tests.faults.harness import small_chunks
 from tests.fixtures import MakeProject
 from tests.jobs.test_shards import (
@@ -215,6 +219,122 @@ def test_a_row_that_hangs_is_rejected_alone(make_project: MakeProject) -> None:
     assert (report.counts["written"], report.counts["rejected"]) == (8, 1)
 
 
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The shards that workers take, in this order; the first one is 1, of several."""
+    found, take = list[int](), ShardFolder.take
+    monkeypatch.setattr(worker_module, "zlib", SimpleNamespace(crc32=lambda _: 1))
+
+    def noted(folder: ShardFolder, shard: int, *of: Any) -> Lease:
+        lease = take(folder, shard, *of)
+        found.append(shard)
+        return lease
+
+    monkeypatch.setattr(ShardFolder, "take", noted)
+    return found
+
+
+def test_shards_of_a_worker_are_one_stream(
+    make_project: MakeProject, taken: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines = list[Any]()
+
+    def noted(*of: Any) -> Any:
+        engines.append(of)
+        return engine_of(*of)
+
+    monkeypatch.setattr(worker_module, "engine_of", noted)
+    scene = sharded(make_project)
+    with workers(scene, 1):
+        scene.run()
+    assert (len(engines), taken) == (1, [1, 2, 3, 0])
+    assert scene.doubles() == {i: 2 * x for i, x in ROWS}
+
+
+def test_a_lease_that_is_lost_takes_its_shard_and_not_the_next(
+    make_project: MakeProject, taken: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "FIRST_S", 0.0)
+    check, lost = Lease.check, list[Lease]()
+
+    def fenced(lease: Lease) -> None:
+        if lease.name == "00001" and not lost:
+            _until(lambda: taken == [1, 2])
+            lost.append(lease)
+            raise FencedError("lost")
+        check(lease)
+
+    monkeypatch.setattr(Lease, "check", fenced)
+    scene = sharded(make_project)
+    with small_chunks(), workers(scene, 1):
+        report = scene.run()
+    assert (sorted(taken), report.engine["attempts"]) == ([0, 1, 1, 2, 3], 5)
+    assert scene.doubles() == {i: 2 * x for i, x in ROWS}
+
+
+class Unfit(Doubler):
+    """Says that the row 30 does not fit it, once the next shard is taken, too."""
+
+    taken: ClassVar[list[int]]
+
+    def compute(self, batch: pa.RecordBatch) -> dict[str, np.ndarray]:
+        if ROWS[30][1] in batch.column("x").to_pylist():
+            _until(lambda: 2 in self.taken)
+            raise ModelError("it does not fit")
+        return super().compute(batch)
+
+
+def test_a_failure_is_of_the_shard_whose_rows_were_computed(
+    make_project: MakeProject, taken: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "FIRST_S", 0.0)
+    monkeypatch.setattr(Unfit, "taken", taken, raising=False)
+    failed, fail = list[int](), ShardFolder.fail
+
+    def noted(folder: ShardFolder, result: Any) -> None:
+        failed.append(result.shard)
+        fail(folder, result)
+
+    monkeypatch.setattr(ShardFolder, "fail", noted)
+    scene = sharded(make_project, model={"use": f"{HERE}:Unfit"})
+    with workers(scene, 1), pytest.raises(ModelError, match=r"shard 1, .*: it does not fit"):
+        scene.run()
+    assert set(failed) == {1}
+
+
+def test_what_a_worker_writes_late_goes_with_it(make_project: MakeProject) -> None:
+    folder = ShardFolder(make_project(ROWS).store, "run")
+    folder.folder.mkdir(parents=True)
+    plan: Any = SimpleNamespace(columns=Part("data/run-shards/columns.arrow", 0, 0, ""))
+    for file, there in ((folder.folder / "columns.arrow", True), (None, False)):
+        if file is not None:
+            file.touch()
+        folder.beat(WorkerProgress("late"))
+        folder.forget(plan)
+        assert folder.folder.exists() is there
+        (folder.folder / "columns.arrow").unlink(missing_ok=True)
+
+
+def test_a_shard_is_taken_when_the_one_before_is_soon_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, first = [0.0], cast(Any, SimpleNamespace(end=9))
+    monkeypatch.setattr(worker_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    line, outs = worker_module._Line(first), [40, 54, 1, 5]
+    line.given = 100
+
+    def wait(_: float) -> None:
+        # a row a second
+        now[0] += (out := outs.pop(0))
+        assert line.of(Outcome(np.arange(out), pa.record_batch({"x": []}))) is first
+
+    monkeypatch.setattr(line._changed, "wait", wait)
+    assert (line.has_room(), outs) == (True, [5])
+    assert line.add(first)
+    monkeypatch.setattr(line._changed, "wait", lambda _: line.close())
+    # two at a time
+    assert not line.has_room()
+    assert not line.add(first)
+
+
 class LoadsLate(Doubler):
     """Is not loaded by a worker while a file is there, which it removes."""
 
@@ -247,13 +367,13 @@ def test_one_that_was_stopped_itself_blames_nobody(
 ) -> None:
     log = tmp_path / "log"
     model = {"use": "tests.models:Counting", "args": {"path": str(log), "sleep_s": 0.1}}
-    project = {"engine": {"on": "elsewhere", "hang": "1s"}}
+    project = {"engine": {"on": "elsewhere", "hang": "2s"}}
     scene = sharded(make_project, shards=1, project=project, model=model)
     with running(scene):
         stopped = worker_process(scene)
         _until(lambda: log.exists() and len(log.read_text().splitlines()) > 3)
         stopped.send_signal(signal.SIGSTOP)
-        time.sleep(2)
+        time.sleep(3)
         stopped.send_signal(signal.SIGCONT)
         _, said = stopped.communicate(timeout=20)
     assert (stopped.returncode, scene.report().engine["attempts"]) == (0, 1), said

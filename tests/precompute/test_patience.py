@@ -4,12 +4,14 @@ took, and each of them at last with all patience."""
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
-from precompute.workers.worker import HeldWindow, Patience, Task
+from precompute.workers.worker import LOAD_S, HeldWindow, Patience, Task, WorkerProcess
 
 BATCH = pa.record_batch({"x": [1.0, 2.0, 3.0]})
 
@@ -25,6 +27,20 @@ def measured(*seconds: float) -> Patience:
     for after_s in seconds:
         patience.progressed(after_s)
     return patience
+
+
+@pytest.mark.parametrize(("hang_s", "limit_s"), [(1.0, LOAD_S), (2 * LOAD_S, 2 * LOAD_S)])
+def test_a_model_that_is_being_loaded_is_not_waited_for_for_ever(
+    hang_s: float, limit_s: float
+) -> None:
+    # it gives signs of life
+    loading = SimpleNamespace(hung_up=False, ready=False, progress=0.0, heard=math.inf)
+    given_up = [
+        WorkerProcess.judged(cast(WorkerProcess, loading), now, Patience(1, 1, hang_s, 2), 0)
+        for now in (limit_s, limit_s + 1)
+    ]
+    said = f"did not load its model within {limit_s:.3g} s (engine.hang gives it more)"
+    assert given_up == [None, said]
 
 
 @pytest.mark.parametrize(("seconds", "waited_s"), [((0.0,), 2.0), ((0.5, 10.0, 1.0), 42.0)])

@@ -321,7 +321,7 @@ class _Line:
             while not self._closed:
                 seconds, left = time.monotonic() - self._began, self.given - self._out
                 soon = left * seconds <= AHEAD_S * self._out if self._out else seconds > FIRST_S
-                if soon and len(self.open) < AT_ONCE:
+                if not self.open or (soon and len(self.open) < AT_ONCE):
                     return True
                 self._changed.wait(FIRST_S)
             return False
@@ -372,9 +372,6 @@ class _Worker:
         self._done = done
         self._failed: list[int] = []
         """Shards that this process failed at, one after the other."""
-        self._alone = 0
-        """How many shards are to be computed alone: one of so many failed, and which is not
-        known."""
         self._next: _Attempt | None = None
         """One that was begun and needs another engine."""
         self._spent: dict[str, float] = {}
@@ -510,7 +507,7 @@ class _Worker:
         # workers find it, and it is rejected alone
         engine = EngineConfig(workers=int(first.died), hang=self._settings.engine.hang)
         meter, line = Meter(), _Line(first)
-        self._alone, self._spent = max(0, self._alone - 1), _spent(meter)
+        self._spent = _spent(meter)
         runner = engine_of(self.opened, engine, meter)
         stream = runner.stream(
             self._windows(line, runner), hidden=HIDDEN, memory_mb=self._settings.stream_mb
@@ -543,7 +540,7 @@ class _Worker:
                     yield window
             attempt.end, number = number, number + 1
             yield end
-            if attempt.died or self._alone or not line.has_room():
+            if attempt.died or not line.has_room():
                 return
             try:
                 following = self._claim()
@@ -561,18 +558,14 @@ class _Worker:
     def _out_of(
         self, stream: Iterator[tuple[pa.RecordBatch, Outcome]], line: _Line
     ) -> Iterator[tuple[pa.RecordBatch, Outcome]]:
-        """What comes out of a stream. Where that fails, so has its shard; of several each is
-        computed again, alone, since it is not known whose rows they are."""
+        """What comes out of a stream. Where that fails, so has the first shard that is not over:
+        all that was before comes out first."""
         try:
             yield from stream
-        except _FAILURES as exc:
-            attempts = [attempt for attempt in line.close() if not attempt.is_over]
-            if len(attempts) == 1:
-                with self._failing(attempts[0].known, attempts[0]):
+        except _FAILURES:
+            for attempt in [attempt for attempt in line.close() if not attempt.is_over][:1]:
+                with self._failing(attempt.known, attempt):
                     raise
-            else:
-                log.warning("%d shards are computed again, each alone: %s", len(attempts), exc)
-                self._alone = len(attempts)
 
     def _take(self, line: _Line, batch: pa.RecordBatch, done: Outcome, meter: Meter) -> None:
         attempt = line.of(done)
@@ -777,7 +770,8 @@ def _cpu_s() -> float:
     for children in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):
             for child in children.read_text().split():
-                ticks += sum(map(int, Path(f"/proc/{child}/stat").read_text().split()[13:15]))
+                stat = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+                ticks += int(stat[11]) + int(stat[12])
     return sum(one.ru_utime + one.ru_stime for one in used) + ticks / os.sysconf("SC_CLK_TCK")
 
 
