@@ -99,8 +99,10 @@ class Scheduler:
     def _run(self, due: datetime, now: datetime) -> None:
         """As a run does: not for a time that is done already."""
         self.false_failures += any(one.due == due and not one.ahead for one in self.attempts)
-        words = "run", "published", due, now, now, None, {}, False, False, None, ""
-        self.attempts.insert(0, Attempt(str(len(self.ran)), *words))
+        one = Attempt(
+            str(len(self.ran)), "run", "published", due, now, now, None, {}, False, False, None, ""
+        )
+        self.attempts.insert(0, one)
         self.ran.append((due, now))
         del self.attempts[REPORTS:]
 

@@ -109,7 +109,8 @@ class Scheduler:
         self._jobs = BackgroundScheduler(
             timezone=UTC,
             executors={"default": ThreadPoolExecutor(len(self.project.names) + 2)},
-            job_defaults={"coalesce": True, "max_instances": 1, "misfire_grace_time": None},
+            # of two of a view, where the first is about to end, the second one does nothing
+            job_defaults={"coalesce": True, "max_instances": 2, "misfire_grace_time": None},
         )
 
     def run(self) -> None:
