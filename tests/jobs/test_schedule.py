@@ -738,4 +738,4 @@ def test_a_stopped_scheduler_loses_the_lead_and_stands_by_when_it_wakes(
 
 
 def test_nights_with_faults_at_random_are_run_once_each_and_each_end_is_told() -> None:
-    assert play(2269, nights=3)[1] == []
+    assert play(3377, nights=3)[1] == []
