@@ -27,7 +27,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple
+from typing import IO, Any, Literal
 
 import pyarrow as pa
 
@@ -290,44 +290,6 @@ def be_nicer(by: int) -> None:
             )
 
 
-class AdoptedProcess(ProcessGroup):
-    """A process at the head of a group that another process of ours started, which is gone: known
-    by its number and by when it started (Linux). How it ends cannot be known.
-
-    Raises:
-        ProcessLookupError: it is gone, too, or at the head of no group.
-    """
-
-    def __init__(self, pid: int) -> None:
-        stat = _stat(pid)
-        if stat is None or stat.state == "Z" or stat.group != pid:
-            raise ProcessLookupError(f"process {pid} is gone, or at the head of no group")
-        self.pid, self._started_ticks = pid, stat.started_ticks
-
-    def age_s(self) -> float:
-        """Seconds since it started."""
-        return max(
-            0.0,
-            time.clock_gettime(time.CLOCK_BOOTTIME)
-            - self._started_ticks / os.sysconf("SC_CLK_TCK"),
-        )
-
-    def ended(self) -> bool:
-        stat = _stat(self.pid)
-        if stat is not None and stat.started_ticks == self._started_ticks and stat.state != "Z":
-            return False
-        self.signal(signal.SIGKILL)
-        return True
-
-    def signal(self, number: int) -> None:
-        """Send a signal, to none whose number is that of a process that started at another time."""
-        stat = _stat(self.pid)
-        # Where no process has the number, others of the group may, and no other process is given it
-        # while they do.
-        if stat is None or stat.started_ticks == self._started_ticks:
-            _signal_group(self.pid, number)
-
-
 def end_all(processes: Collection[ProcessGroup], grace_s: float, kill_s: float = math.inf) -> None:
     """SIGTERM to each, and SIGKILL to those that have not ended within ``grace_s``; these are
     waited for at most ``kill_s``, for a driver may hold one in the kernel."""
@@ -337,23 +299,6 @@ def end_all(processes: Collection[ProcessGroup], grace_s: float, kill_s: float =
         limit = time.monotonic() + patience_s
         for process in processes:
             process.wait(limit - time.monotonic())
-
-
-class _Stat(NamedTuple):
-    """Fields of ``/proc/<pid>/stat``; ``started_ticks`` are clock ticks since boot."""
-
-    state: str
-    group: int
-    started_ticks: int
-
-
-def _stat(pid: int) -> _Stat | None:
-    """What ``/proc`` has of a process; None when none has the number."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return _Stat(fields[0], int(fields[2]), int(fields[19]))
 
 
 def _signal_group(number: int, signal_number: int) -> None:

@@ -737,5 +737,5 @@ def test_a_stopped_scheduler_loses_the_lead_and_stands_by_when_it_wakes(
     assert not any("started" in line for line in first.said)
 
 
-def test_nights_with_faults_at_random_are_run_once_each_and_each_end_is_told() -> None:
+def test_nights_with_faults_at_random_are_run_once_each_and_are_told() -> None:
     assert play(3377, nights=3)[1] == []
