@@ -109,7 +109,8 @@ class Scheduler:
         self._jobs = BackgroundScheduler(
             timezone=UTC,
             executors={"default": ThreadPoolExecutor(len(self.project.names) + 2)},
-            job_defaults={"coalesce": True, "max_instances": 1, "misfire_grace_time": None},
+            # of two of a view, where the first is about to end, the second one does nothing
+            job_defaults={"coalesce": True, "max_instances": 2, "misfire_grace_time": None},
         )
 
     def run(self) -> None:
@@ -236,17 +237,17 @@ class Scheduler:
     def _settled(self, view: str, now: datetime) -> bool:
         """Write down what a view's runs left to; returns whether some are to be told of."""
         left, runs = self._ledger.left(view), self._runs(view)
-        if not self._ledger.seen(view, now):
+        new = not self._ledger.seen(view, now)
+        if new or any(left):
             self._check()
+        if new:
             self._ledger.see(view, now)
         for attempt in left.dead:
-            self._check()
             deadline_s = self._schedules[view].deadline_s
             late = attempt.started and now >= attempt.started + timedelta(seconds=deadline_s)
             why = _too_long(deadline_s) if late else DIED
             close_dead(self._store.view(view), attempt.partition, why)
         for attempt in left.ahead:
-            self._check()
             runs.write(replace(runs.read(attempt.run), ahead=True))
         return bool(left.untold)
 

@@ -24,10 +24,9 @@ import sys
 import tempfile
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple
+from typing import IO, Any, Literal
 
 import pyarrow as pa
 
@@ -61,38 +60,9 @@ without a name, which a child can still write to that outlives us, stdout nowher
 and stdout are pipes of ours, stderr is held and passed on to ours."""
 
 
-class ProcessGroup(ABC):
-    """A process and what it started, in a group with the number of the first."""
-
-    pid: int
-
-    @property
-    def status(self) -> int | None:
-        """Its exit status, or the signal that ended it, below zero; None until :meth:`ended` has
-        seen its end, and where it cannot be known."""
-        return None
-
-    @abstractmethod
-    def ended(self) -> bool:
-        """Whether the process has ended; what it left behind in its group is killed then."""
-
-    @abstractmethod
-    def signal(self, number: int) -> None:
-        """Send a signal to the whole group; to none once the number may be another's."""
-
-    def wait(self, timeout_s: float = math.inf) -> bool:
-        """Wait for its end, at most so long; returns whether it ended."""
-        limit = time.monotonic() + timeout_s
-        while not self.ended():
-            left_s = limit - time.monotonic()
-            if left_s <= 0:
-                return False
-            time.sleep(min(POLL_S, left_s))
-        return True
-
-
-class ChildProcess(ProcessGroup):
-    """A process that we start, in a session of its own; stdin is empty, unless piped.
+class ChildProcess:
+    """A process that we start, and what it started, in a session and a group with its number; stdin
+    is empty, unless piped.
 
     Args:
         command: program and arguments.
@@ -160,6 +130,8 @@ class ChildProcess(ProcessGroup):
 
     @property
     def status(self) -> int | None:
+        """Its exit status, or the signal that ended it, below zero; None until :meth:`ended` has
+        seen its end."""
         return self._popen.returncode
 
     def pipes(self) -> tuple[IO[bytes], IO[bytes]]:
@@ -171,7 +143,7 @@ class ChildProcess(ProcessGroup):
         return stdin, stdout
 
     def ended(self) -> bool:
-        """Whether the process has ended; reaps it."""
+        """Whether the process has ended; reaps it, and kills what it left behind in its group."""
         with self._reaping:
             if (
                 self.status is None
@@ -185,10 +157,21 @@ class ChildProcess(ProcessGroup):
             return self.status is not None
 
     def signal(self, number: int) -> None:
-        """Send a signal, to none that was reaped."""
+        """Send a signal to the whole group; to none that was reaped, whose number may be
+        another's."""
         with self._reaping:
             if self.status is None:
                 _signal_group(self.pid, number)
+
+    def wait(self, timeout_s: float = math.inf) -> bool:
+        """Wait for its end, at most so long; returns whether it ended."""
+        limit = time.monotonic() + timeout_s
+        while not self.ended():
+            left_s = limit - time.monotonic()
+            if left_s <= 0:
+                return False
+            time.sleep(min(POLL_S, left_s))
+        return True
 
     def how_it_ended(self) -> str:
         """As :func:`end_in_words`; of one that failed with what it said last."""
@@ -287,47 +270,9 @@ def be_nicer(by: int) -> None:
             )
 
 
-class AdoptedProcess(ProcessGroup):
-    """A process at the head of a group that another process of ours started, which is gone: known
-    by its number and by when it started (Linux). How it ends cannot be known.
-
-    Raises:
-        ProcessLookupError: it is gone, too, or at the head of no group.
-    """
-
-    def __init__(self, pid: int) -> None:
-        stat = _stat(pid)
-        if stat is None or stat.state == "Z" or stat.group != pid:
-            raise ProcessLookupError(f"process {pid} is gone, or at the head of no group")
-        self.pid, self._started_ticks = pid, stat.started_ticks
-
-    def age_s(self) -> float:
-        """Seconds since it started."""
-        return max(
-            0.0,
-            time.clock_gettime(time.CLOCK_BOOTTIME)
-            - self._started_ticks / os.sysconf("SC_CLK_TCK"),
-        )
-
-    def ended(self) -> bool:
-        stat = _stat(self.pid)
-        if stat is not None and stat.started_ticks == self._started_ticks and stat.state != "Z":
-            return False
-        self.signal(signal.SIGKILL)
-        return True
-
-    def signal(self, number: int) -> None:
-        """Send a signal, to none whose number is that of a process that started at another time."""
-        stat = _stat(self.pid)
-        # Where no process has the number, others of the group may, and no other process is given it
-        # while they do.
-        if stat is None or stat.started_ticks == self._started_ticks:
-            _signal_group(self.pid, number)
-
-
 def end_in_words(status: int | None) -> str:
     """How a process ended, as the end of a sentence, by its status as
-    :attr:`ProcessGroup.status` has it: ``exited with status 3``, ``was ended by signal 15
+    :attr:`ChildProcess.status` has it: ``exited with status 3``, ``was ended by signal 15
     (SIGTERM)``; None of one that was killed and goes on: ``cannot be killed``."""
     if status is None:
         return "cannot be killed"
@@ -341,7 +286,7 @@ def end_in_words(status: int | None) -> str:
     return f"was ended by signal {-status}"
 
 
-def end_all(processes: Collection[ProcessGroup], grace_s: float, kill_s: float = KILL_S) -> None:
+def end_all(processes: Collection[ChildProcess], grace_s: float, kill_s: float = KILL_S) -> None:
     """SIGTERM to each, and SIGKILL to those that have not ended within ``grace_s``; these are
     waited for at most ``kill_s``, and the log tells of those that go on."""
     for number, patience_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, kill_s)):
@@ -357,23 +302,6 @@ def end_all(processes: Collection[ProcessGroup], grace_s: float, kill_s: float =
                 process.pid,
                 end_in_words(None),
             )
-
-
-class _Stat(NamedTuple):
-    """Fields of ``/proc/<pid>/stat``; ``started_ticks`` are clock ticks since boot."""
-
-    state: str
-    group: int
-    started_ticks: int
-
-
-def _stat(pid: int) -> _Stat | None:
-    """What ``/proc`` has of a process; None when none has the number."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return _Stat(fields[0], int(fields[2]), int(fields[19]))
 
 
 def _signal_group(number: int, signal_number: int) -> None:

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import precompute.jobs.schedule.due as due_module
+from benchmarks.schedule_clock import wrong_times
 from precompute.jobs.config.schedule import CatchUp, Schedule, fire_times
 from precompute.jobs.schedule.due import (
     JITTER,
@@ -322,6 +323,12 @@ def test_each_time_is_run_for_as_often_as_the_clock_passes_it(
         assert set(world.ran) >= set(expected)
     elif expected and world.now > reached:
         assert max(world.ran) >= expected[-1]
+
+
+@pytest.mark.parametrize("zone", ["Europe/Berlin", "America/Santiago"])
+def test_no_time_is_missed_doubled_or_failed_by_a_clock_that_jumps(zone: str) -> None:
+    jumps = ["none", "-1 min", "-1 h", "-23 h", "+3 d"]
+    assert wrong_times([zone], ["30 2 * * *", "0 0 * * *", "0 */2 * * *"], jumps) == (120, 0)
 
 
 # ---- after others

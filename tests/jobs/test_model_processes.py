@@ -25,9 +25,9 @@ from precompute.jobs.serve.processes import ModelGroup, ModelLimits
 from precompute.jobs.serve.remote_fallback import CONTROL
 from precompute.jobs.serve.server import RETIRE_S, LookupWorker, Supervisor
 from precompute.store.errors import PrecomputeError
-from precompute.workers.process import AdoptedProcess, ChildProcess
+from precompute.workers.process import ChildProcess
 from tests.models import Doubler
-from tests.server import Server, View, eventually, make_folder, read_reply, write_numbers
+from tests.server import Server, View, eventually, make_folder, read_reply, state, write_numbers
 
 HERE = "tests.jobs.test_model_processes"
 HANG, EXIT, GROW, LOSE, AMONG, *SPIN = BAD = range(100, 107)
@@ -215,11 +215,7 @@ def spares(server: Server) -> int:
 
 
 def alive(pid: int) -> bool:
-    try:
-        AdoptedProcess(pid)
-    except ProcessLookupError:
-        return False
-    return True
+    return state(pid) not in ("", "Z")
 
 
 def test_a_call_is_abandoned_by_its_views_limit_not_a_clients_patience(server: Server) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 import precompute.jobs.schedule.scheduler
+from benchmarks.schedule_week import play
 from precompute.jobs.config.project import Project
 from precompute.jobs.config.schedule import last_fire
 from precompute.jobs.schedule.due import LEADER, Ledger
@@ -734,3 +735,7 @@ def test_a_stopped_scheduler_loses_the_lead_and_stands_by_when_it_wakes(
     second.await_said("b: done after .*")
     assert [r.status for r in project.offline.view("b").runs.reports()] == ["published"]
     assert not any("started" in line for line in first.said)
+
+
+def test_nights_with_faults_at_random_are_run_once_each_and_are_told() -> None:
+    assert play(3377, nights=3)[1] == []

@@ -17,9 +17,7 @@ import pytest
 
 from precompute.workers import process as process_module
 from precompute.workers.process import (
-    AdoptedProcess,
     ChildProcess,
-    ProcessGroup,
     end_all,
     end_in_words,
 )
@@ -282,54 +280,11 @@ def orphan(tmp_path: Path) -> Iterator[int]:
         pid = number_in(tmp_path / "pid")
         parent.kill()
     yield pid
-    AdoptedProcess(pid).signal(signal.SIGKILL) if state(pid) not in ("", "Z") else None
+    if state(pid) not in ("", "Z"):
+        os.kill(pid, signal.SIGKILL)
 
 
 def test_a_child_that_outlives_us_can_still_write(orphan: int, tmp_path: Path) -> None:
     (tmp_path / "go").touch()
     eventually(lambda: (tmp_path / "wrote").exists())
     assert state(orphan) in ("S", "R", "D")
-
-
-# ---- adopted
-
-
-def test_what_another_process_started_can_be_ended_by_its_number(orphan: int) -> None:
-    adopted: ProcessGroup = AdoptedProcess(orphan)
-    assert (adopted.ended(), adopted.status) == (False, None)
-    assert AdoptedProcess(orphan).age_s() < 20
-    end_all([adopted], 5)
-    assert adopted.ended()
-    assert state(orphan) in ("", "Z")
-    with pytest.raises(ProcessLookupError):
-        AdoptedProcess(orphan)
-
-
-def test_what_an_adopted_process_leaves_behind_ends_with_it(tmp_path: Path) -> None:
-    line = f"sleep 60 & echo $! > {tmp_path}/grandchild; sleep 60"
-    with subprocess.Popen(["/bin/sh", "-c", line], start_new_session=True) as parent:
-        adopted, grandchild = AdoptedProcess(parent.pid), number_in(tmp_path / "grandchild")
-        parent.kill()
-        parent.wait(20)
-        assert adopted.ended()
-        eventually(lambda: state(grandchild) in ("", "Z"))
-
-
-def test_a_reused_process_number_is_not_signalled(
-    orphan: int, signalled: list[tuple[int, int, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    adopted, stat = AdoptedProcess(orphan), process_module._stat
-    monkeypatch.setattr(process_module, "_stat", lambda pid: stat(pid)._replace(started_ticks=1))  # type: ignore[union-attr]
-    adopted.signal(signal.SIGTERM)
-    assert adopted.ended()
-    assert (signalled, state(orphan) in ("S", "R", "D")) == ([], True)
-    monkeypatch.undo()
-
-
-def test_who_leads_no_group_is_not_adopted() -> None:
-    with subprocess.Popen(["/bin/sleep", "60"]) as follower:
-        with pytest.raises(
-            ProcessLookupError, match=f"process {follower.pid} is gone, or at the head of no group"
-        ):
-            AdoptedProcess(follower.pid)
-        follower.kill()
