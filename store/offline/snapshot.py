@@ -433,6 +433,9 @@ def read_catalog(
     # of few, their manifests are read sooner than all lines
     is_read = before is None or len(stamps) - len(entries) > _FEW_MANIFESTS
     lines, listed = _lines(path) if is_read else ({}, {})
+    if len(stamps.keys() - lines.keys() - entries.keys()) > _FEW_MANIFESTS:
+        for name in ("manifests", "segments"):
+            storage.read_ahead(manifests.with_name(name))
     segments = segments | listed
     damaged: dict[int, SnapshotError] = {}
     new: list[bytes] = []
