@@ -105,7 +105,7 @@ def bucket(object_server: ObjectStore, tmp_path: Path) -> Iterator[ObjectStore]:
     """An object store, with a root of the test's own."""
     object_server.prefix = tmp_path.name
     yield object_server
-    object_server.fault = lambda _: None
+    object_server.fault, object_server.ahead_s = lambda _: None, 0
     unmount_all()
 
 

@@ -4,11 +4,14 @@ loses, doubles or delays what a test says."""
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from email.utils import format_datetime, parsedate_to_datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 KEYS = {
@@ -36,7 +39,8 @@ class ObjectStore:
     ``fault`` says of each request: None, ``drop`` (it is done, and the reply lost), ``refuse``
     (503, not done), ``twice`` (done twice, the second reply given), ``unconditional`` (done without
     its condition), ``forbid`` (403), ``late`` (the reply that the same request had before, where
-    there was one), or seconds to wait first.
+    there was one), or seconds to wait first; ``flip``: one bit of the reply's body
+    is another. Its clock is ``ahead_s`` of this host's.
     """
 
     url: str
@@ -46,7 +50,9 @@ class ObjectStore:
     dropped: int = 0
     replies: dict[str, tuple[int, dict[str, str], bytes]] = field(default_factory=dict)
     """The last to each request that is to be answered late, by its path."""
+    flipped: Callable[[bytes], bytes] = field(default=lambda data: flipped_at(data, len(data) // 2))
     prefix: str = "root"
+    ahead_s: int = 0
 
     @property
     def root(self) -> str:
@@ -66,9 +72,24 @@ class ObjectStore:
 
         self.fault = fault
 
+    def in_its_time(self, data: bytes) -> bytes:
+        """A listing, each time in it by the store's clock."""
+
+        def later(found: re.Match[bytes]) -> bytes:
+            at = datetime.fromisoformat(found[1].decode()) + timedelta(seconds=self.ahead_s)
+            return f"<LastModified>{at:%Y-%m-%dT%H:%M:%S.000Z}<".encode()
+
+        return re.sub(rb"<LastModified>([^<]+)<", later, data) if self.ahead_s else data
+
     def lose_first_replies(self) -> None:
         """Lose the first reply to each conditional write."""
         self.at_first("drop", lambda request: request.conditional)
+
+
+def flipped_at(data: bytes, at: int) -> bytes:
+    """Some bytes, with a bit of that at a place, counted around, another one."""
+    at %= len(data)
+    return data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :]
 
 
 @contextmanager
@@ -105,13 +126,21 @@ def object_store() -> Iterator[ObjectStore]:
                 with one_at_a_time:
                     answer = moto.open(self.path, method=self.command, data=body, headers=headers)
                     data = answer.get_data()
+            head = dict(answer.headers)
+            if store.ahead_s and "last-modified" in answer.headers:
+                at = parsedate_to_datetime(answer.headers["last-modified"])
+                at += timedelta(seconds=store.ahead_s)
+                head |= {"last-modified": format_datetime(at, usegmt=True)}
+            data = store.in_its_time(data)
+            if fault == "flip" and data:
+                data = store.flipped(data)
             if fault == "drop":
                 store.dropped += 1
                 self.close_connection = True
                 self.connection.close()
                 return
             request.reply_bytes = len(data)
-            reply = answer.status_code, dict(answer.headers), data
+            reply = answer.status_code, head, data
             if fault == "late":
                 reply, store.replies[self.path] = store.replies.get(self.path, reply), reply
             self._reply(*reply)

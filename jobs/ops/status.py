@@ -480,7 +480,8 @@ def project_status(project: Project, views: Collection[str] = ()) -> list[dict[s
         ConfigError: one of ``views`` is neither configured nor served.
     """
     offline, online = project.offline, open_online_store(project.online)
-    storage, folders = storage_of(project.root), [offline.view(n).folder for n in project.names]
+    storage = storage_of(project.root)
+    folders = [offline.view(n).folder for n in project.names if not views or n in views]
     with storage.look(project.root, folders), contextlib.closing(online):
         lines, waited = [], never_began(project)
         unconfigured = _unconfigured(project, online)

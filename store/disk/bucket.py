@@ -4,6 +4,7 @@ Credentials, region and endpoint come from the environment."""
 from __future__ import annotations
 
 import os
+import re
 from datetime import timedelta
 from typing import Any
 
@@ -34,7 +35,7 @@ def open_store(url: str, retry_s: float, request_s: float) -> Any:
 
     Args:
         url: ``s3://bucket/prefix``, ``gs://…`` or ``az://…``.
-        retry_s: how long a request is tried again.
+        retry_s: how long a request is tried again, whatever the number of tries.
         request_s: how long one may take.
 
     Raises:
@@ -66,4 +67,5 @@ def open_store(url: str, retry_s: float, request_s: float) -> Any:
 
 
 def _first_line(exc: BaseException) -> str:
-    return str(exc).strip().partition("\n")[0][:300]
+    line = str(exc).strip().partition("\n")[0]
+    return re.sub(r", max_retries: \d+, retry_timeout: \w+", "", line)[:300]

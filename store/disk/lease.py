@@ -45,6 +45,7 @@ UNREADABLE = "somebody whose record is damaged"
 _held: weakref.WeakSet[Lease] = weakref.WeakSet()
 """Leases that this process holds."""
 _held_lock = threading.Lock()
+MOST_SEEN = 10_000
 _seen: dict[Path, tuple[object, float, bool]] = {}
 """The last sign of life that this process saw of a lease, by the path of its file, when it came
 (monotonic s), and whether there was another before it."""
@@ -339,6 +340,9 @@ def _still_s(found: _Found) -> tuple[float, bool]:
     now_s = time.monotonic()
     sign, since_s, beats = _seen.get(found.path, (None, now_s, False))
     if sign != found.sign:
+        if len(_seen) >= MOST_SEEN:
+            # those that are watched are watched anew
+            _seen.clear()
         beats, since_s = sign is not None, now_s
         _seen[found.path] = found.sign, since_s, beats
     return now_s - since_s, beats

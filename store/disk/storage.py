@@ -98,8 +98,9 @@ class Storage(Protocol):
             FileNotFoundError: there is none.
         """
 
-    def read_ahead(self, paths: Sequence[Path]) -> None:
-        """Have immutable records at hand that are about to be read, requested side by side."""
+    def read_ahead(self, folder: Path) -> None:
+        """Have the immutable records of a folder at hand, most of which are about to be read:
+        requested side by side."""
 
     def look(
         self, root: Path, folders: Collection[Path] | None = None
@@ -227,7 +228,7 @@ class LocalStorage:
         except OSError as exc:
             raise no_answer(path, exc) from exc
 
-    def read_ahead(self, paths: Sequence[Path]) -> None:
+    def read_ahead(self, folder: Path) -> None:
         """They are here."""
 
     def look(

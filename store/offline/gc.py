@@ -89,10 +89,7 @@ def collect(
         SnapshotError: a file cannot be removed.
         FencedError: a lease was lost.
     """
-    if now_s is None:
-        # who only looks may have no right to write
-        now_s = time.time() if dry_run else store.storage.now_s(store.folder)
-    young_s = now_s - grace_s
+    young_s = (_now_s(store, dry_run) if now_s is None else now_s) - grace_s
     catalog = store.catalog()
     manifests = catalog.entries
     for number, exc in catalog.damaged.items():
@@ -117,6 +114,12 @@ def collect(
     return gone + _collect_files(
         store, catalog, retained, leases, held_s, young_s, dry_run=dry_run, swept=swept
     )
+
+
+def _now_s(store: ViewStore, dry_run: bool) -> float:
+    """By the clock that files' times are by; who only looks may have no right to write, by which it
+    is learnt."""
+    return time.time() if dry_run else store.storage.now_s(store.folder)
 
 
 def _collect_files(
@@ -253,8 +256,7 @@ def _reachable(
         if catalog.stamps[number][1] / 1e9 > young_s:
             roots.add(number)
     roots.update(_newest(manifests, store.log.bad(), live, keep))
-    with store.storage.look(store.offline.root):
-        roots |= _inputs_of_others(store, catalog, report)
+    roots |= _inputs_of_others(store, catalog, report)
     todo = [number for number in roots if number in manifests]
     reachable = set(todo)
     while todo:
@@ -291,6 +293,11 @@ def _inputs_of_others(
     """Snapshots of this view that other views' live ones were computed from: their fallbacks read
     them. Of one that cannot be read it is not known which; all that were there when it was
     committed stay."""
+    with store.storage.look(store.offline.root):
+        return _inputs(store, catalog, report)
+
+
+def _inputs(store: ViewStore, catalog: Catalog, report: Callable[[str], None]) -> set[int]:
     inputs: set[int] = set()
     for other in map(store.offline.view, store.offline.views()):
         state = other.log.state()

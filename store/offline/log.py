@@ -595,6 +595,7 @@ class Log:
         return _known_to_be_lost(found)
 
     def _all(self) -> Iterator[Event]:
+        self._storage.read_ahead(self._folder)
         names = self._storage.names(self._folder)
         last = Event()
         for event in self._past(names):

@@ -434,6 +434,7 @@ def read_catalog(
     is_read = before is None or len(stamps) - len(entries) > _FEW_MANIFESTS
     lines, listed = _lines(path) if is_read else ({}, {})
     segments = segments | listed
+    _read_ahead(manifests, stamps.keys() - lines.keys() - entries.keys())
     damaged: dict[int, SnapshotError] = {}
     new: list[bytes] = []
     for number, stamp in stamps.items():
@@ -463,6 +464,13 @@ def read_catalog(
     if is_read:
         _complete(path, found, len(lines) + len(listed), new)
     return found
+
+
+def _read_ahead(manifests: Path, numbers: Collection[int]) -> None:
+    """Have many manifests, and the records that they name, at hand."""
+    if len(numbers) > _FEW_MANIFESTS:
+        for folder in (manifests, manifests.with_name("segments")):
+            storage_of(folder).read_ahead(folder)
 
 
 def _complete(path: Path, found: Catalog, lines: int, new: list[bytes]) -> None:

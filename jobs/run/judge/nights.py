@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from precompute.store.disk.durable_file import disk_message, make_folder
+from precompute.store.disk.durable_file import disk_message, make_folder, replace_durably
 from precompute.store.disk.record import Record, field, read_record, replace, sealed
 from precompute.store.errors import SnapshotError, UnreadableError
 from precompute.store.offline.segment import Part
@@ -293,7 +293,8 @@ def write_nights(
     path, data = store.data / run / NIGHTS, sealed(_Nights(tuple(nights), limits))
     try:
         make_folder(path.parent)
-        store.storage.write(path, data)
+        replace_durably(path, data)
+        store.storage.put([path])
     except OSError as exc:
         raise SnapshotError(disk_message(path, exc)) from exc
     relative = str(path.relative_to(store.folder))

@@ -1,10 +1,9 @@
 """Replica: sends what is live to a root in an object store, and has a host follow that root: fetch,
 compare and flip, once, or in a thread (Follower); only where table files are the online store.
 
-    <root>/.served.json                   which publishing of each view was told last: a look at all
-                                          views is one request
-    <root>/<view>/notes/served.json       the pointer that readers follow, and the files it needs;
-                                          in the cache, those that were compared and are served
+    <root>/.served.json                   the publishing of each view that was told of last
+    <root>/<view>/notes/served.json       what readers follow: pointer and files; in the cache,
+                                          those that were compared and are served
     <root>/<view>/online/<segment>.table  segments; indexes lie where they always do
 """
 

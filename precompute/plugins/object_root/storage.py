@@ -133,34 +133,41 @@ class ObjectStorage:
 
     def read(self, path: Path, *, immutable: bool = False) -> bytes:
         key, looked = self._key(path), self._looked_at(path.parent)
-        listed = looked or (self._seen.get(f"{key.rpartition('/')[0]}//", IMMUTABLE_S) or _NOTHING)
-        meta = listed.objects.get(path.name)
-        if meta is not None and (immutable or looked):
-            kept = self._kept(key, meta["e_tag"])
-            if kept is not None:
-                return _without_nonce(kept)
-        elif looked:
+        listed = looked
+        if immutable and looked is None and (self._folder / RECORDS / key).exists():
+            tags = self._seen.get(f"{self._key(path.parent)}//", IMMUTABLE_S)
+            listed = tags or self._listed(path.parent)
+        meta = None if listed is None else listed.objects.get(path.name)
+        if looked is not None and meta is None:
             raise _gone(path)
+        if meta is not None and (kept := self._kept(key, meta["e_tag"])) is not None:
+            return _without_nonce(kept)
         return _without_nonce(self._read(path, IMMUTABLE_S if immutable else FRESH_S)[0])
 
-    def read_ahead(self, paths: Sequence[Path]) -> None:
+    def read_ahead(self, folder: Path) -> None:
         def had(path: Path) -> None:
             # who reads it is told
             with contextlib.suppress(OSError):
                 self.read(path, immutable=True)
 
-        _at_once(had, paths, RECORDS_AT_ONCE)
+        _at_once(had, [folder / name for name in self._listed(folder).objects], RECORDS_AT_ONCE)
 
     def _read(self, path: Path, fresh_s: float = 0.0) -> tuple[bytes, Any]:
         """Bytes, and what they are swapped by; as they were up to ``fresh_s`` ago."""
         key = self._key(path)
         seen: tuple[bytes, Any] | None = self._seen.get(key, fresh_s)
+        if seen is _ABSENT and (seen := self._seen.get(key, min(fresh_s, FRESH_S))):
+            raise _gone(path)
         if seen is None:
             came = list[tuple[bytes, Any]]()
             while True:
-                with self._translated(path):
-                    found = obstore.get(self._records, key)
-                    data = found.bytes().to_bytes()
+                try:
+                    with self._translated(path):
+                        found = obstore.get(self._records, key)
+                        data = found.bytes().to_bytes()
+                except FileNotFoundError:
+                    self._seen.put(key, _ABSENT)
+                    raise
                 # what comes alike twice lies there so, and who parses it says that it is damaged
                 came, before = [*came, (data, _token(found.meta))], came
                 if came[-1] in before or _is_whole(path, data):
@@ -625,6 +632,8 @@ class _Listing:
 
 
 _NOTHING = _Listing()
+_ABSENT = b"", None
+"""What was read where there is nothing."""
 
 
 class _Look(threading.local):
