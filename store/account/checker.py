@@ -46,7 +46,7 @@ from precompute.store.account.rows import (
 )
 from precompute.store.disk.lease import is_held
 from precompute.store.disk.record import content_of, replace
-from precompute.store.disk.storage import IDENTITIES, known_identity
+from precompute.store.disk.storage import IDENTITIES, FileCheck, known_identity
 from precompute.store.errors import (
     DamagedPointerError,
     OtherFormatError,
@@ -65,7 +65,6 @@ from precompute.store.offline.view_store import OfflineStore, ViewStore
 from precompute.store.online.codec import RowCodec
 from precompute.store.online.codec import State as RowState
 from precompute.store.online.online_store import (
-    FileCheck,
     OnlineStore,
     Pointer,
     check_own_rows,

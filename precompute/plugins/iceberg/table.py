@@ -21,12 +21,11 @@ from typing import Any
 
 from precompute.store.disk.durable_file import disk_message
 from precompute.store.disk.record import digest_of
-from precompute.store.disk.storage import File
+from precompute.store.disk.storage import File, FileCheck
 from precompute.store.errors import ConfigError, SnapshotError, UnreadableError
 from precompute.store.offline.snapshot import Entry
 from precompute.store.offline.stored_file import check_file
 from precompute.store.offline.view_store import ViewStore
-from precompute.store.online.online_store import FileCheck
 
 log = logging.getLogger(__name__)
 
