@@ -83,8 +83,7 @@ AHEAD = 1.2
 """Factor by which a look reads more than its share of an hour, for looks that were late or met a
 publishing."""
 OFTEN_S = 45.0
-"""Files that were compared so long ago are compared again while there is time: those of a small
-view at every look."""
+"""Files that were compared so long ago are compared again while there is time."""
 READ_BYTES_S = 1e9
 """Rate at which files are compared, about: one that would take longer than the time left waits for
 the hour's share."""
@@ -514,7 +513,8 @@ class _Look:
                 and not sighted
                 # what was loaded again since is whole
                 and not (self._publishing and check.path in damaged)
-                and (just_now or (enough and not first and not is_small))
+                and not is_small
+                and (just_now or (enough and not first))
             ):
                 self._findings += [damaged[check.path]] if check.path in damaged else []
                 left += [] if just_now else [check]

@@ -10,7 +10,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import polars
 import pyarrow as pa
@@ -131,7 +131,8 @@ def test_polars_reads_it_by_itself_or_through_pyiceberg(
     make(make_project, [(5, 1.0)]).run()
     shown = table_of(scene).metadata_location
     for number in scene.numbers():
-        for reader in ("native", "pyiceberg")[number == 3 :]:
+        readers: tuple[Literal["native", "pyiceberg"], ...] = ("native", "pyiceberg")
+        for reader in readers[number == 3 :]:
             found = polars.scan_iceberg(shown, snapshot_id=number, reader_override=reader)
             assert ordered(found.collect().to_dicts()) == ordered(scene.rows(number))
 
