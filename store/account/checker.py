@@ -46,7 +46,7 @@ from precompute.store.account.rows import (
 )
 from precompute.store.disk.lease import is_held
 from precompute.store.disk.record import content_of, replace
-from precompute.store.disk.storage import IDENTITIES, known_identity
+from precompute.store.disk.storage import IDENTITIES, FileCheck, known_identity
 from precompute.store.errors import (
     DamagedPointerError,
     OtherFormatError,
@@ -65,7 +65,6 @@ from precompute.store.offline.view_store import OfflineStore, ViewStore
 from precompute.store.online.codec import RowCodec
 from precompute.store.online.codec import State as RowState
 from precompute.store.online.online_store import (
-    FileCheck,
     OnlineStore,
     Pointer,
     check_own_rows,
@@ -84,8 +83,7 @@ AHEAD = 1.2
 """Factor by which a look reads more than its share of an hour, for looks that were late or met a
 publishing."""
 OFTEN_S = 45.0
-"""Files that were compared so long ago are compared again while there is time: those of a small
-view at every look."""
+"""Files that were compared so long ago are compared again while there is time."""
 READ_BYTES_S = 1e9
 """Rate at which files are compared, about: one that would take longer than the time left waits for
 the hour's share."""
@@ -515,7 +513,8 @@ class _Look:
                 and not sighted
                 # what was loaded again since is whole
                 and not (self._publishing and check.path in damaged)
-                and (just_now or (enough and not first and not is_small))
+                and not is_small
+                and (just_now or (enough and not first))
             ):
                 self._findings += [damaged[check.path]] if check.path in damaged else []
                 left += [] if just_now else [check]

@@ -67,6 +67,16 @@ class File(NamedTuple):
     sha256: str
 
 
+class FileCheck(NamedTuple):
+    """A file by its path, of so many bytes; ``damage`` reads it and says what differs from its
+    checksums, None where nothing does. ``segment`` is the name of the one whose rows it has."""
+
+    path: str
+    size_bytes: int
+    damage: Callable[[], str | None]
+    segment: str | None = None
+
+
 class StorageError(UnreadableError, OSError):
     """What a root lies in does not give a file or a listing now, or gave no answer to a write:
     nothing is known of it. ``strerror`` is the message."""

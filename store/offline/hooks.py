@@ -7,9 +7,9 @@ import logging
 from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
 
+from precompute.store.disk.storage import FileCheck
 from precompute.store.doors import FOLLOWERS, SNAPSHOTS
 from precompute.store.offline.view_store import ViewStore
-from precompute.store.online.online_store import FileCheck
 
 log = logging.getLogger(__name__)
 

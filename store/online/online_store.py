@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 from precompute.store.disk.record import Record, field, plain, read_record, sealed
+from precompute.store.disk.storage import FileCheck
 from precompute.store.doors import VIEW_KEYS
 from precompute.store.errors import (
     ConflictError,
@@ -54,16 +55,6 @@ def is_segment(name: str) -> bool:
 def number_of(name: str) -> int:
     """The number in a segment's name."""
     return int(name.partition("-")[0])
-
-
-class FileCheck(NamedTuple):
-    """A file by its path, of so many bytes; ``damage`` reads it and says what differs from its
-    checksums, None where nothing does. ``segment`` is the name of the one whose rows it has."""
-
-    path: str
-    size_bytes: int
-    damage: Callable[[], str | None]
-    segment: str | None = None
 
 
 class ServerReport(NamedTuple):

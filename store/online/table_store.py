@@ -27,13 +27,13 @@ from precompute.store.disk.durable_file import (
     sync_folder,
 )
 from precompute.store.disk.record import plain, record_of
+from precompute.store.disk.storage import FileCheck
 from precompute.store.errors import DamagedPointerError, OnlineStoreError, RowsLostError
 from precompute.store.feature_view import NAME
 from precompute.store.online import kernels
 from precompute.store.online.found_rows import ColumnReader, FoundRows, PackedKeys, WholeColumns
 from precompute.store.online.kernels import Packed, Rows
 from precompute.store.online.online_store import (
-    FileCheck,
     KeysOf,
     OnlineStore,
     Pointer,

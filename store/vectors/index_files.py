@@ -25,7 +25,7 @@ import xxhash
 
 from precompute.store.disk.durable_file import write_durably
 from precompute.store.disk.record import FORMAT, Record, check_format, field, plain, record_of
-from precompute.store.online.online_store import FileCheck
+from precompute.store.disk.storage import FileCheck
 
 
 class ImportedLate:

@@ -69,7 +69,7 @@ def test_a_view_that_is_live(make_project: MakeProject) -> None:
     assert (due.hour, due.minute, due.utcoffset()) == (2, 0, timedelta(0))
     assert before < due.timestamp() <= before + 86_400
     assert line.pop("next_due_why")
-    assert line.pop("checked").startswith("all 3 rows read in the last 0 s; 6 files, ")
+    assert line.pop("checked").startswith("all 3 rows read in the last 0 s; 7 files, ")
     assert line == {
         "view": "numbers",
         "status": "fresh",

@@ -203,6 +203,12 @@ def test_a_damaged_record_of_a_segment_or_manifest_is_found(
     assert list(found) == ["manifest"]
     assert str(path) in found["manifest"]
     project.run(full=True)
+    # of older snapshots it is told, as by status, until they are given up
+    (told,) = bad(project).values()
+    assert told == project.status()["attention"][0]
+    for older in range(number, 4):
+        assert f"gc --forget numbers {older}" in told
+        project.cli("gc", "--forget", "numbers", str(older))
     assert bad(project) == {}
     damage(project.store.manifest_path(4))
     found = bad(project)

@@ -977,3 +977,27 @@ def test_each_column_of_a_part_is_stored_as_its_kind_is_best(tmp_path: Path) -> 
         "input_hash": ("UNCOMPRESSED", plain),
     }
     assert pq.read_table(tmp_path / "part.parquet").equals(pa.table(columns))
+
+
+def test_each_column_of_a_part_has_an_id_by_its_name_and_type(store: ViewStore) -> None:
+    def ids(name: str, **columns: Any) -> dict[str, int]:
+        part = store.write_part("run", f"{name}.parquet", pa.table(columns))
+        found = dict[str, int]()
+        for field in pq.read_schema(store.folder / part.path):
+            found[field.name] = int(field.metadata[b"PARQUET:field_id"])
+            if pa.types.is_nested(field.type):
+                inner = field.type.value_field
+                found[f"{field.name} each"] = int(inner.metadata[b"PARQUET:field_id"])
+        return found
+
+    vector = pa.array([[0.5, 1.0]], pa.list_(pa.float32(), 2))
+    first = ids("first", id=[1], vector=vector, top=[["a"]])
+    assert sorted(first) == ["id", "top", "top each", "vector", "vector each"]
+    assert (len({*first.values()}), max(first.values()) < 2**30) == (5, True)
+    # read again, without a column, in another order
+    read = pq.read_table(store.folder / "data" / "run" / "first.parquet").select(["vector", "id"])
+    assert ids("again", **{n: read[n] for n in read.column_names}) == {
+        name: first[name] for name in ("vector", "vector each", "id")
+    }
+    other = ids("other", id=["1"], top=[[1]])
+    assert not {*other.values()} & {*first.values()}

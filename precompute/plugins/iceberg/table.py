@@ -21,12 +21,11 @@ from typing import Any
 
 from precompute.store.disk.durable_file import disk_message
 from precompute.store.disk.record import digest_of
-from precompute.store.disk.storage import File
+from precompute.store.disk.storage import File, FileCheck
 from precompute.store.errors import ConfigError, SnapshotError, UnreadableError
 from precompute.store.offline.snapshot import Entry
 from precompute.store.offline.stored_file import check_file
 from precompute.store.offline.view_store import ViewStore
-from precompute.store.online.online_store import FileCheck
 
 log = logging.getLogger(__name__)
 
@@ -131,39 +130,41 @@ class _Table:
     def checks(self) -> list[FileCheck]:
         """Of what each file is: the newest metadata says what the versions have."""
         newest = self._newest()
+        body = self._read(newest)
 
-        def metadata(number: int) -> str | None:
-            return None if self._read(number) else "is damaged, or of another place"
+        def metadata(number: int) -> bool:
+            return bool(self._read(number))
 
-        def hint() -> str | None:
-            return (
-                None
-                if self._text(self._metadata / HINT) == str(newest)
-                else "does not name the newest metadata"
-            )
+        def hint() -> bool:
+            return self._text(self._metadata / HINT) == str(newest)
 
-        def whole(path: Path, size_bytes: int, sha256: str) -> str | None:
-            try:
-                check_file(File(path, size_bytes, sha256), again=True)
-            except SnapshotError:
-                return "is gone, or not what was written"
-            return None
+        def whole(file: File) -> bool:
+            with contextlib.suppress(SnapshotError):
+                check_file(file, again=True)
+                return True
+            return False
 
-        def check(path: Path, size_bytes: int, wrong: Callable[[], str | None]) -> FileCheck:
+        def check(path: Path, size_bytes: int, is_whole: Callable[[], bool]) -> FileCheck:
             def damage() -> str | None:
-                found = wrong()
-                remedy = f"precompute reconcile {self._store.name} writes it again"
-                return None if found is None else f"{path} of the Iceberg table {found}: {remedy}"
+                # of what was written meanwhile the next look tells
+                if is_whole() or self._newest() != newest:
+                    return None
+                return (
+                    f"{path} of the Iceberg table is gone, of another place, or not what was"
+                    f" written: precompute reconcile {self._store.name} writes it again"
+                )
 
             return FileCheck(str(path), size_bytes, damage)
 
         found = [check(self._metadata / HINT, 0, hint)]
         for item in self._storage.items(self._metadata):
-            if name := _METADATA.fullmatch(item.name):
-                found.append(check(item.path, item.size_bytes, partial(metadata, int(name[1]))))
-        for name, mark in _marks_of(self._read(newest)).items():
-            path = self.folder / _folder_of(name) / name
-            found.append(check(path, mark[0], partial(whole, path, *mark)))
+            known = _METADATA.fullmatch(item.name)
+            # of a table of another place one is told
+            if known and (body or int(known[1]) == newest):
+                found.append(check(item.path, item.size_bytes, partial(metadata, int(known[1]))))
+        for name, mark in _marks_of(body).items():
+            file = File(self.folder / _folder_of(name) / name, *mark)
+            found.append(check(file.path, file.size_bytes, partial(whole, file)))
         return found
 
     def _path(self, number: int) -> Path:

@@ -10,8 +10,9 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import polars
 import pyarrow as pa
 import pytest
 from pyiceberg.table import StaticTable
@@ -115,6 +116,25 @@ def test_a_reader_prunes_and_picks_as_of_any_table(make_project: MakeProject) ->
     found = table.scan(row_filter="id = 7", selected_fields=("id", "vector")).to_arrow()
     assert found.to_pylist() == [{"id": 7, "vector": [7.0, 8.0, 9.0, 10.0]}]
     assert not list(table.scan(row_filter="id > 500").plan_files())
+
+
+@pytest.mark.filterwarnings("ignore:.*reader_override.*considered unstable")
+def test_polars_reads_it_by_itself_or_through_pyiceberg(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Vectors in the latter way alone: a Parquet list of fixed size is none of Iceberg to it."""
+    monkeypatch.setenv("POLARS_ICEBERG_PLANNER", "pyiceberg")
+    view = {"features": {"double": {"dtype": "float64"}}, "gates": GATES}
+    for rows in ([(1, 1.0), (2, 2.0)], [(2, 3.0), (3, 1.0)]):
+        scene = make_project(rows, view=view, project=WANTED)
+        scene.run()
+    make(make_project, [(5, 1.0)]).run()
+    shown = table_of(scene).metadata_location
+    for number in scene.numbers():
+        readers: tuple[Literal["native", "pyiceberg"], ...] = ("native", "pyiceberg")
+        for reader in readers[number == 3 :]:
+            found = polars.scan_iceberg(shown, snapshot_id=number, reader_override=reader)
+            assert ordered(found.collect().to_dicts()) == ordered(scene.rows(number))
 
 
 def test_the_documents_reader_reads_it(make_project: MakeProject) -> None:
