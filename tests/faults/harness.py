@@ -30,7 +30,7 @@ import precompute.jobs.run.rows.plan
 from precompute.jobs.config.gates import GATES
 from precompute.jobs.ops.retention import drop
 from precompute.store.answers.lookup import Lookup
-from precompute.store.disk import crashpoint
+from precompute.store.disk import crashpoint, lease
 from precompute.store.disk.crashpoint import InjectedError
 from precompute.store.errors import PrecomputeError
 from precompute.store.offline.gc import collect
@@ -265,11 +265,12 @@ class FaultScene:
         return self.project().run(**options)
 
     def forget_lease(self, *names: str) -> None:
-        """Make leases look as if their holder had been silent for an hour: what a stopped process's
-        look like after a while."""
+        """Have watched leases for an hour without a sign of life of their holder: what a stopped
+        process's come to after a while."""
         for name in names or ("run", "publish"):
             for path in (self.view_folder / "notes").glob(f".lease-{name}.*.held"):
-                os.utime(path, (time.time() - 3600, time.time() - 3600))
+                seen = path.stat().st_mtime_ns, time.monotonic() - 3600, False
+                lease._seen[path] = seen
 
 
 def changed(
