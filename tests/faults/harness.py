@@ -265,11 +265,12 @@ class FaultScene:
         return self.project().run(**options)
 
     def forget_lease(self, *names: str) -> None:
-        """As if this process had watched leases for an hour, and seen no sign of life: what a
-        stopped process's look like after a while."""
+        """Have watched leases for an hour without a sign of life of their holder: what a stopped
+        process's come to after a while."""
         for name in names or ("run", "publish"):
             for path in (self.view_folder / "notes").glob(f".lease-{name}.*.held"):
-                lease._seen[path] = path.stat().st_mtime_ns, time.monotonic() - 3600, True
+                seen = path.stat().st_mtime_ns, time.monotonic() - 3600, False
+                lease._seen[path] = seen
 
 
 def changed(

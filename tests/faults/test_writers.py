@@ -3,8 +3,6 @@ publishing."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from precompute.store.errors import ConflictError
@@ -87,8 +85,7 @@ def test_a_zombie_drops_nothing_that_is_loading_after_a_rollback(delta_to_come: 
     scene.forget_lease()
     assert act(scene, "rollback", hold=False) == "published"
     scene.write(changed(scene.rows, [4, 5]))
-    forgets = replace(scene, _project=None).forget_lease
-    other = Child(scene, crash=("index.build", 1, "stop"), before=forgets)
+    other = Child(scene, crash=("index.build", 1, "stop"), before=scene.forget_lease)
     other.stopped()
     zombie.go_on()
     assert other.go_on().error is None
