@@ -88,13 +88,22 @@ class Scheduler:
                     one._replace(ahead=one.ahead or (one.due or now) > limit)
                     for one in self.attempts
                 ]
-            decision = decide("v", self.schedule, Facts(self.attempts, since=self.since), now)
+            decision = decide("v", self.schedule, Facts(self._newest(), since=self.since), now)
             if decision.state == "run" and decision.due is not None:
                 self._run(decision.due, now)
                 continue
             if decision.at is None:
                 return
             now = decision.at
+
+    def _newest(self) -> list[Attempt]:
+        """Those that a scheduler looks at."""
+        counted = itertools.accumulate(not one.ahead for one in self.attempts)
+        return [
+            one
+            for one, n in zip(self.attempts, counted, strict=True)
+            if n - (not one.ahead) < REPORTS
+        ]
 
     def _run(self, due: datetime, now: datetime) -> None:
         """As a run does: not for a time that is done already."""
@@ -104,7 +113,6 @@ class Scheduler:
         )
         self.attempts.insert(0, one)
         self.ran.append((due, now))
-        del self.attempts[REPORTS:]
 
 
 def expected(schedule: Schedule, path: Sequence[Stretch]) -> Iterator[tuple[datetime, datetime]]:

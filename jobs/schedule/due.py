@@ -54,7 +54,8 @@ LEADER = "leader"
 """Name of the lease the acting scheduler holds in ``<root>/.scheduler``."""
 
 REPORTS = 200
-"""How many of a view's newest reports are looked at; those of backfills are none of them."""
+"""How many of a view's newest reports are looked at; those of backfills, and of a clock that was
+wrong, are none of them."""
 
 SETTLED_NS = 1_000_000_000
 """A second change within one step of a file system's clock does not show: what changed within so
@@ -421,7 +422,7 @@ class _Seen:
                 if known is None or known[0] != stamp or not stamp:
                     known = stamp, self._attempt(run)
                 self._reports[run if known[1] is None else known[1].run] = known
-                left -= known[1] is not None
+                left -= known[1] is not None and not known[1].ahead
         self._of = of
 
     def _attempt(self, run: str) -> Attempt | None:

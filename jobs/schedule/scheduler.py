@@ -223,7 +223,7 @@ class Scheduler:
                     self._report(view, decision.reason)
                 if (
                     view not in running
-                    and (self._settled(view, now) or decision.state == "run")
+                    and self._settled(view, now, decision)
                     and time.monotonic() >= self._not_before.get(view, 0.0)
                 ):
                     self._check()
@@ -234,8 +234,9 @@ class Scheduler:
             except PrecomputeError as exc:
                 self._report(view, str(exc))
 
-    def _settled(self, view: str, now: datetime) -> bool:
-        """Write down what a view's runs left to; returns whether some are to be told of."""
+    def _settled(self, view: str, now: datetime, decision: Decision) -> bool:
+        """Write down what a view's runs left to; returns whether something is to be begun now: its
+        run, or to tell of others. What is due is decided again once runs were marked."""
         left, runs = self._ledger.left(view), self._runs(view)
         new = not self._ledger.seen(view, now)
         if new or any(left):
@@ -249,7 +250,7 @@ class Scheduler:
             close_dead(self._store.view(view), attempt.partition, why)
         for attempt in left.ahead:
             runs.write(replace(runs.read(attempt.run), ahead=True))
-        return bool(left.untold)
+        return bool(left.untold) or (decision.state == "run" and not left.ahead)
 
     def _check(self) -> None:
         if self._lease is not None:
