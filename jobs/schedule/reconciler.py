@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from precompute.jobs.config.project import Project
+from precompute.jobs.run.command_process import STOP_GRACE_S
 from precompute.store.account.account import HEALING, Account, Act, has_sightings
 from precompute.store.account.checker import LOOK_S, check_live, is_due, share_of
 from precompute.store.errors import PrecomputeError
@@ -17,9 +18,6 @@ from precompute.workers.process import ChildProcess, end_all, installed_module
 
 POLL_S = 0.05
 """How often processes are checked for their end."""
-STOP_GRACE_S = 10.0
-"""How long a process may take to end after SIGTERM before it is killed. Killing is safe: nothing of
-a run is visible before its manifest, and the next load resumes or drops what was loaded."""
 LONGEST_WAIT_S = 3600.0
 """Longest wait between two attempts that failed."""
 AT_ONCE = 2
@@ -158,7 +156,8 @@ class Reconciler:
         while not process.ended():
             if self._stopping.wait(POLL_S) or time.monotonic() >= began + deadline_s:
                 end_all([process], STOP_GRACE_S)
-        if not process.status:
+                break
+        if process.status == 0:
             return None
         return f"it could not be brought back ({process.how_it_ended()}); its output shows more"
 

@@ -24,9 +24,10 @@ from apscheduler.triggers.date import DateTrigger
 
 from precompute.jobs.config.project import Project, files_stamp
 from precompute.jobs.config.schedule import Schedule
+from precompute.jobs.run.command_process import STOP_GRACE_S, on_signals
 from precompute.jobs.run.report import close_dead, is_told, notify
 from precompute.jobs.schedule.due import LEADER, RETRIED, Decision, Ledger
-from precompute.jobs.schedule.reconciler import POLL_S, STOP_GRACE_S, Reconciler
+from precompute.jobs.schedule.reconciler import POLL_S, Reconciler
 from precompute.store.disk.lease import Lease, take
 from precompute.store.disk.record import replace
 from precompute.store.disk.storage import known_identity, storage_of
@@ -116,39 +117,33 @@ class Scheduler:
     def run(self) -> None:
         """Run until :meth:`stop` is called, or SIGTERM or SIGINT comes; then end the runs and
         release the lease."""
-        previous = (
-            {
-                number: signal.signal(number, self._on_signal)
-                for number in (signal.SIGTERM, signal.SIGINT)
-            }
-            if threading.current_thread() is threading.main_thread()
-            else {}
-        )
         for name in sorted(set(self.project.broken).intersection(self.project.schedules())):
             self._report(
                 name,
                 "its file is wrong; runs fail until it is mended, and the other views go on:"
                 f" {self.project.broken[name]}",
             )
-        self._jobs.start()
-        try:
-            look_at = time.monotonic() + self.project.settings.reconcile
-            while not self._signalled:
-                self.tick()
-                if self._lease is not None and (
-                    time.monotonic() >= look_at or self._reconciler.sighted
-                ):
-                    self._begin(" look", self._reconciler.check)
-                    look_at = time.monotonic() + self.project.settings.reconcile
-                if self._stopping.wait(TICK_S):
-                    break
-        finally:
-            self.stop()
-            self._jobs.shutdown(wait=True)
-            self._reconciler.wait()
-            self._stand_by()
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+        with on_signals(self._on_signal):
+            self._jobs.start()
+            try:
+                self._look_until_stopped()
+            finally:
+                self.stop()
+                self._jobs.shutdown(wait=True)
+                self._reconciler.wait()
+                self._stand_by()
+
+    def _look_until_stopped(self) -> None:
+        look_at = time.monotonic() + self.project.settings.reconcile
+        while not self._signalled:
+            self.tick()
+            if self._lease is not None and (
+                time.monotonic() >= look_at or self._reconciler.sighted
+            ):
+                self._begin(" look", self._reconciler.check)
+                look_at = time.monotonic() + self.project.settings.reconcile
+            if self._stopping.wait(TICK_S):
+                break
 
     def stop(self) -> None:
         """Make :meth:`run` return; safe to call from another thread."""
@@ -305,9 +300,12 @@ class Scheduler:
                 self.announce(f"{view}: stopping")
             if why:
                 end_all([process], STOP_GRACE_S)
+                # the log told of what cannot be killed, and that holds its lease
+                break
         status, report.pid = process.status or 0, process.pid
         why = _too_long(deadline_s) if status == -signal.SIGALRM else why
-        report.seconds, how = round(time.monotonic() - began, 3), process.how_it_ended()
+        report.seconds = round(time.monotonic() - began, 3)
+        how = "was ended" if why else process.how_it_ended()
         report.error = f"it {how}, and left no report; its output shows more"
         if why or status < 0:
             report.status, report.error = "killed", f"killed: {why or f'it {how}'}"
