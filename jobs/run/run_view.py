@@ -146,15 +146,13 @@ def run_view(
 
 
 def _check_root(project: Project, options: RunOptions) -> None:
-    """Give a root its name, by which the scheduler knows it; or compare it with the one that the
-    scheduler knows.
+    """Compare the root with the one that the scheduler knows, where that began the run.
 
     Raises:
         ConflictError: it is another folder, such as the empty one below a disk that is not mounted.
     """
-    if options.root is None:
-        identity_of(project.root)
-    elif not options.root or options.root != known_identity(project.root):
+    known = known_identity(project.root)
+    if options.root is not None and options.root != (known or None):
         raise ConflictError(
             f"{project.root} is not the root {options.root} that the scheduler began this run for;"
             " nothing was begun. Is its disk mounted?"
@@ -173,6 +171,8 @@ def _computed(
     """The snapshot that the run computed, or found unchanged, after a look at what would keep it
     from publishing that."""
     name, partition = store.name, report.partition
+    # by which the scheduler knows the root
+    identity_of(project.root)
     if options.command == "run":
         check_before(project, name, partition, accept=options.accept, take_over=options.take_over)
     snapshot = materialize(project, store, options, report, progress, lease, load)

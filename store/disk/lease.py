@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import logging
+import math
 import os
 import re
 import threading
@@ -38,6 +39,11 @@ log = logging.getLogger(__name__)
 TTL_S = 60.0
 """How long a holder may be silent. A model that keeps the interpreter for longer in one call would
 lose its lease to a second run."""
+
+FORGOTTEN_S = 3600.0
+"""A holder that was silent for so long by the clock of what the root lies in need not be watched,
+as a container that was killed last night. If that clock was set forward meanwhile, the holder finds
+that it lost its lease, and nothing of it becomes visible."""
 
 UNREADABLE = "somebody whose record is damaged"
 """The holder of a lease whose record cannot be read."""
@@ -71,9 +77,9 @@ class Lease:
 
     A holder that died on this machine is known at once, since the kernel let go of its flock; one
     on another machine, or one that is stopped, is watched by who wants the lease, and overtaken
-    when there was no touch for a TTL by the clock of who watched. Anyone who takes over raises the
-    **fence**; the late holder finds a higher one and is refused. No two clocks are compared, and
-    safety rests on none.
+    when there was no touch for a TTL by the clock of who watched, or for an hour by the clock of
+    what the root lies in. Anyone who takes over raises the **fence**; the late holder finds a
+    higher one and is refused. No two clocks are compared, and safety rests on none.
 
     Of a root elsewhere the record itself is what is touched, by compare and swap.
     """
@@ -249,7 +255,8 @@ def _take(folder: Path, name: str, by: str, ttl_s: float, busy: str, force: bool
             assert found is not None
             if not _seems_silent(storage, found):
                 raise _held_error(found.holder, name, busy)
-            time.sleep(found.holder.ttl_s / 20)
+            if not _may_be_taken(found):
+                time.sleep(found.holder.ttl_s / 20)
         if not storage.local:
             return _take_swapped(storage, folder, name, by, ttl_s, busy, force)
         with locked(folder / ".lock"):
@@ -365,7 +372,10 @@ def _seems_silent(storage: Storage, found: _Found) -> bool:
     except OSError:
         # who may not write there does not learn what time it is there
         return False
-    return item is not None and now_s > item.modified_ns / 1e9 + found.holder.ttl_s
+    silent_s = -math.inf if item is None else now_s - item.modified_ns / 1e9
+    if silent_s >= FORGOTTEN_S:
+        _seen[found.path] = found.sign, time.monotonic() - silent_s, False
+    return silent_s > found.holder.ttl_s
 
 
 def _held_error(by: Holder, name: str, busy: str) -> ConflictError:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
+import os
 import re
 import tracemalloc
 from collections.abc import Mapping
@@ -811,6 +812,8 @@ def test_nights_are_learned_and_what_is_far_from_them_is_refused(nightly: Nightl
         assert [(one.number, one.day) for one in before] == [(m + 1, day(m)) for m in range(n)]
         assert snapshot.nights is not None
         assert snapshot.nights.rows == n
+        # a snapshot is as old as its manifest's file
+        os.utime(scene.store.manifest_path(snapshot.number), (0, 0))
     # the snapshots of most of them are gone, what is known of them is not
     assert scene.numbers()[0] > 1
     assert scene.faults() == []

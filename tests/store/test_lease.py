@@ -248,6 +248,17 @@ def test_signs_of_life_count_whatever_time_they_bear(folder: Path, off_s: float)
         beating.join()
 
 
+def test_a_holder_elsewhere_that_was_silent_for_an_hour_is_not_watched(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, slept = far_away(folder, 60.0), list[float]()
+    monkeypatch.setattr(time, "sleep", slept.append)
+    os.utime(path, (time.time() - 7200, time.time() - 7200))
+    assert not is_held(folder, "run")
+    with take(folder, "run", "me") as lease:
+        assert (lease.record.fence, slept) == (8, [])
+
+
 # ---- force
 
 
