@@ -2,7 +2,9 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+# on every core, which pip does on one; a few libraries hold files that are no Python of this version
+COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 CONFIG ?= configs/movielens
 
 .PHONY: help setup demo serve test test-core test-fast test-gpu check docs bench clean
@@ -26,10 +28,13 @@ $(VENV)/.demo: pyproject.toml constraints.txt setup.py store/online/_kernels.c $
 	$(PIP) --constraint constraints.txt torch  # first and alone: a CPU build in pip's reach then satisfies everything after it
 	$(PIP) --constraint constraints.txt --editable ".[cpu,demo]"
 	$(PIP) --constraint constraints.txt --no-deps recbole==1.2.1
+	$(COMPILE)
 	@touch $@
 
+# by its name, since it is here: nothing is built again
 $(VENV)/.dev: $(VENV)/.demo
-	$(PIP) --constraint constraints.txt --editable ".[cpu,demo,dev]"
+	$(PIP) --constraint constraints.txt "precompute-store[cpu,demo,dev]"
+	$(COMPILE)
 	@touch $@
 
 demo: $(VENV)/.demo
@@ -71,7 +76,7 @@ docs: setup
 
 # what the benchmarks compare with
 $(VENV)/.bench: $(VENV)/.dev
-	$(PIP) --constraint constraints.txt --editable ".[bench]"
+	$(PIP) --constraint constraints.txt "precompute-store[bench]"
 	@touch $@
 
 bench: $(VENV)/.bench

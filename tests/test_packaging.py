@@ -333,7 +333,7 @@ def test_a_make_target_installs_what_it_imports(target: str) -> None:
     makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
     installed = {
         extra
-        for found in re.findall(r'--editable "\.\[([\w,]+)\]"', makefile)
+        for found in re.findall(r'"(?:\.|precompute-store)\[([\w,]+)\]"', makefile)
         for extra in found.split(",")
     }
     assert set(USES["benchmarks" if target == "bench" else "tests"]) <= installed
