@@ -11,13 +11,14 @@ LOOK_S = 1.0
 """How soon after the process its children end."""
 
 
-def _begin() -> None:
+def _begin() -> int:
     """Have the kernel end this process at its deadline, and another one what it leaves in its
-    group, of which it is the head."""
+    group, of which it is the head; returns that one's number, 0 where there is none."""
     signal.setitimer(signal.ITIMER_REAL, float(sys.argv.pop(1)))
     head = os.getpid()
-    if os.getpgrp() != head or os.fork():
-        return
+    watcher = os.fork() if os.getpgrp() == head else -1
+    if watcher:
+        return max(0, watcher)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     # whoever reads what the run prints sees its end
@@ -26,11 +27,18 @@ def _begin() -> None:
     while os.getppid() == head:
         time.sleep(LOOK_S)
     os.killpg(head, signal.SIGKILL)
+    raise SystemExit
 
 
 if __name__ == "__main__":
-    _begin()
-    # all that takes time to load
-    from precompute.jobs.cli import main
+    watched_by = _begin()
+    try:
+        # all that takes time to load
+        from precompute.jobs.cli import main
 
-    sys.exit(main())
+        sys.exit(main())
+    finally:
+        # it would else be left to whoever reaps orphans, who may be a scheduler in a container
+        if watched_by:
+            os.kill(watched_by, signal.SIGKILL)
+            os.waitpid(watched_by, 0)

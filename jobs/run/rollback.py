@@ -316,8 +316,11 @@ def reconcile(
             # what differs here from what the root has is fetched
             publisher.follow(again=True)
             records = [finding for finding in account.findings if finding.act is Act.REMOVE]
-            for finding in records:
-                store.storage.delete(Path(finding.what))
+            for path in map(Path, (finding.what for finding in records)):
+                of = path.stem.removeprefix("lease-")
+                # who holds a lease, or takes it next, writes its record again
+                if of == path.stem or (store.storage.local and not is_held(path.parent, of)):
+                    store.storage.delete(path)
             if records:
                 # what is derived is made again
                 hooks.published(store)

@@ -450,8 +450,10 @@ class Ledger:
 
     def _seen(self, view: str) -> _Seen:
         if view not in self._views:
-            seen = self._views[view] = _Seen(self._offline.view(view))
+            seen = _Seen(self._offline.view(view))
+            # first: what cannot be read now is read the next time, and not begun anew
             seen.since = self._since(view, seen.store)
+            self._views[view] = seen
         return self._views[view]
 
     def decision(

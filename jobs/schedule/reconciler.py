@@ -49,7 +49,7 @@ class Reconciler:
         offline = project.offline
         self._views = {name: offline.view(name) for name in project.names}
         self._notes = {name: view.leases for name, view in self._views.items()}
-        self._stopping = threading.Event()
+        self._stopping, self._looking = threading.Event(), threading.Lock()
         self._reported: dict[str, str] = {}
         self._attempts: dict[str, int] = {}
         self._not_before: dict[str, float] = {}
@@ -80,7 +80,15 @@ class Reconciler:
             return False
 
     def check(self) -> None:
-        """Check every view that is not being repaired, and begin the repairs that are needed."""
+        """Check every view that is not being repaired, and begin the repairs that are needed;
+        nothing while another thread does."""
+        if self._looking.acquire(blocking=False):
+            try:
+                self._check()
+            finally:
+                self._looking.release()
+
+    def _check(self) -> None:
         for view in self._project.names:
             if self._stopping.is_set():
                 return

@@ -173,7 +173,7 @@ class Scheduler:
                 self._stand_by()
                 if self._reported.get("scheduler") != wrong:
                     alert = Report("", "", "schedule", "failed", utc_now(), error=wrong)
-                    command = self.project.settings.notify
+                    command = self._notify()
                     self._begin(" alert", notify, command, alert, self.project.home)
                 self._report("scheduler", wrong)
                 return False
@@ -266,8 +266,12 @@ class Scheduler:
             if decision.state != "run":
                 self._tell(view)
             elif (now.state, now.due) == ("run", decision.due) and not self._stopping.is_set():
+                self._check_root()
+                self._check()
                 self._attempt(view, now)
-        except PrecomputeError as exc:
+        except Exception as exc:
+            if not isinstance(exc, PrecomputeError):
+                log.exception("%s: the run failed", view)
             # a full disk: without a record it would else be tried at every tick
             wait_s = self._schedules[view].retry_after_s
             self._not_before[view] = time.monotonic() + max(wait_s, 10 * TICK_S)
@@ -283,7 +287,7 @@ class Scheduler:
         config, why = files_stamp(self.project.folder), ""
         run = f"{self._runs(view).stamp()}-{secrets.token_hex(3)}"
         report = Report(run, view, "run", "failed", utc_now(), due=iso(decision.due))
-        report.parents, report.untold = dict(decision.epochs), bool(self.project.settings.notify)
+        report.parents, report.untold = dict(decision.epochs), bool(self._notify())
         try:
             process = ChildProcess(self.command(self.project, view, iso(decision.due)))
         except OSError as exc:
@@ -302,19 +306,19 @@ class Scheduler:
                 end_all([process], STOP_GRACE_S)
                 # the log told of what cannot be killed, and that holds its lease
                 break
-        status, report.pid = process.status or 0, process.pid
+        status, report.pid = process.status, process.pid
         why = _too_long(deadline_s) if status == -signal.SIGALRM else why
         report.seconds = round(time.monotonic() - began, 3)
-        how = "was ended" if why else process.how_it_ended()
+        how = "was ended" if why and status is not None else process.how_it_ended()
         report.error = f"it {how}, and left no report; its output shows more"
-        if why or status < 0:
+        if why or (status is not None and status < 0):
             report.status, report.error = "killed", f"killed: {why or f'it {how}'}"
-        elif status == BAD_CONFIGURATION:
-            report.status, report.config, report.error = "refused", config, self._mistake(view)
+        elif status == BAD_CONFIGURATION and (wrong := self._mistake(view)):
+            report.status, report.config, report.error = "refused", config, wrong
         self._close(report, before, why or f"it {how}")
         because = f" ({why})" if why and why != STOPPED else ""
-        said = f"{_OUTCOMES.get(status, how)}{because} after {report.seconds:.1f} s"
-        self._report(view, said, always=True)
+        said = how if status is None else _OUTCOMES.get(status, how)
+        self._report(view, f"{said}{because} after {report.seconds:.1f} s", always=True)
 
     def _close(self, report: Report, before: Collection[str], why: str = "") -> None:
         """Make sure that a run that has ended has its outcome in a report: ``report``, unless it
@@ -325,9 +329,7 @@ class Scheduler:
             PrecomputeError: it cannot be written down, or this is not the root any more.
         """
         view, runs, due = report.view, self._runs(report.view), parsed_time(report.due)
-        wrong = self._not_the_root()
-        if wrong:
-            raise SnapshotError(wrong)
+        self._check_root()
         self._ledger.attempts(view)
         for attempt in self._ledger.left(view).dead:
             close_dead(self._store.view(view), attempt.partition, why)
@@ -347,24 +349,46 @@ class Scheduler:
             runs.write(report)
         self._tell(view)
 
+    def _check_root(self) -> None:
+        """Raises:
+        SnapshotError: this is not the root, or not any more.
+        """
+        if wrong := self._not_the_root():
+            raise SnapshotError(wrong)
+
+    def _notify(self) -> list[str]:
+        """The operator's command, as the project's file has it now: of a run that the scheduler
+        began nobody else tells."""
+        try:
+            return Project(self.project.folder).settings.notify
+        except ConfigError:
+            return self.project.settings.notify
+
     def _mistake(self, view: str) -> str:
-        """What is wrong with the project's files."""
+        """What is wrong with the project's files now; empty where nothing is: what else the
+        configuration names, as a model's file, may be there again without a change of them."""
         try:
             Project(self.project.folder).view(view)
         except ConfigError as exc:
             return str(exc)
-        return "its output shows what is wrong"
+        return ""
 
     def _tell(self, view: str) -> None:
         """Call the operator's command with each run that ended and that it does not know of."""
         if self._lease is None:
             return
         self._ledger.attempts(view)
-        for attempt in self._ledger.left(view).untold:
+        for number, attempt in enumerate(self._ledger.left(view).untold):
+            if number and self._stopping.is_set():
+                # it stays untold: the next scheduler tells
+                return
             report = self._runs(view).read(attempt.run)
             if attempt.run not in self._told and is_told(report):
-                notify(self.project.settings.notify, report, self.project.home)
+                notify(self._notify(), report, self.project.home)
             self._told.add(attempt.run)
+            # the command may have taken half a minute
+            self._check_root()
+            self._check()
             self._runs(view).write(replace(report, untold=False))
             self._told.discard(attempt.run)
 

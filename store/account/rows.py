@@ -106,6 +106,7 @@ def served_pointer(
 
 def _lost_end(store: ViewStore, ref: LiveRef, pointer: Pointer) -> Finding | None:
     """That the log ends before what is served; None where it goes on by now."""
+    store.storage.afresh(store.folder)
     now = store.log.readable_live()
     if now is None or now.epoch != ref.epoch:
         return None

@@ -190,7 +190,8 @@ class _Swapped:
 
             def changed(data: bytes | None) -> bytes:
                 found = whole_record(_Sign, data, self._path)
-                if found is None or found.holder != new.holder:
+                # its own record that was damaged is written again
+                if data is None or (found is not None and found.holder != new.holder):
                     raise ConflictError("somebody else took it")
                 return sealed(new)
 
@@ -310,6 +311,8 @@ class _Found(NamedTuple):
     holder: Holder
     path: Path
     sign: object
+    lives: bool
+    """Whether its process is known to be there, if perhaps stopped."""
 
 
 def _found(storage: Storage, folder: Path, name: str) -> _Found | None:
@@ -320,7 +323,7 @@ def _found(storage: Storage, folder: Path, name: str) -> _Found | None:
     last = holder(folder, name)
     if last is None:
         return None
-    path = _held_path(folder, name, last.fence)
+    path, lives = _held_path(folder, name, last.fence), False
     try:
         with path.open("rb") as file:
             sign = os.fstat(file.fileno()).st_mtime_ns
@@ -330,15 +333,18 @@ def _found(storage: Storage, folder: Path, name: str) -> _Found | None:
     except FileNotFoundError:
         return None
     except BlockingIOError:
-        pass
+        lives = True
     except OSError as exc:
         raise no_answer(path, exc) from exc
-    return _Found(last, path, sign)
+    return _Found(last, path, sign, lives)
 
 
 def _found_elsewhere(path: Path, data: bytes | None) -> _Found | None:
     sign = whole_record(_Sign, data, path)
-    return None if sign is None or sign.free or _is_dead(sign) else _Found(sign.holder, path, sign)
+    if sign is None or sign.free or _is_dead(sign):
+        return None
+    lives = sign.holder.host == f"{_host()} {_namespace()}"
+    return _Found(sign.holder, path, sign, lives)
 
 
 def _still_s(found: _Found) -> tuple[float, bool]:
@@ -373,7 +379,7 @@ def _seems_silent(storage: Storage, found: _Found) -> bool:
         # who may not write there does not learn what time it is there
         return False
     silent_s = -math.inf if item is None else now_s - item.modified_ns / 1e9
-    if silent_s >= FORGOTTEN_S:
+    if silent_s >= FORGOTTEN_S and not found.lives:
         _seen[found.path] = found.sign, time.monotonic() - silent_s, False
     return silent_s > found.holder.ttl_s
 

@@ -112,6 +112,9 @@ class Storage(Protocol):
         """Have the immutable records of a folder at hand, most of which are about to be read:
         requested side by side."""
 
+    def afresh(self, folder: Path) -> None:
+        """Have what is read next of a view's folder be what lies there now, also within a look."""
+
     def look(
         self, root: Path, folders: Collection[Path] | None = None
     ) -> AbstractContextManager[None]:
@@ -240,6 +243,9 @@ class LocalStorage:
 
     def read_ahead(self, folder: Path) -> None:
         """They are here."""
+
+    def afresh(self, folder: Path) -> None:
+        """It always is."""
 
     def look(
         self, root: Path, folders: Collection[Path] | None = None

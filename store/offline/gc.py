@@ -119,7 +119,13 @@ def collect(
 def _now_s(store: ViewStore, dry_run: bool) -> float:
     """By the clock that files' times are by; who only looks may have no right to write, by which it
     is learnt."""
-    return time.time() if dry_run else store.storage.now_s(store.folder)
+    try:
+        return time.time() if dry_run else store.storage.now_s(store.folder)
+    except UnreadableError:
+        raise
+    except OSError:
+        # a full disk, of which something is to be freed
+        return time.time()
 
 
 def _collect_files(

@@ -591,6 +591,7 @@ class Log:
         found = list(self._all())
         if any(event.kind == "lost" for event in found):
             # they may have gone into an archive since the folder was listed
+            self._storage.afresh(self._folder)
             found = list(self._all())
         return _known_to_be_lost(found)
 

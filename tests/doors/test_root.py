@@ -74,7 +74,7 @@ def moved(name):
     return call
 
 for name in ("append appended changed_ns check_writable create delete delete_all end_log names"
-             " now_s read read_ahead size_bytes stat update write").split():
+             " afresh now_s read read_ahead size_bytes stat update write").split():
     setattr(Elsewhere, name, moved(name))
 
 class Diary:

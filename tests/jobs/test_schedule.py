@@ -285,10 +285,13 @@ def test_one_run_of_a_view_at_a_time_and_different_views_side_by_side(running: M
 
 def test_a_bad_configuration_is_not_tried_again_while_it_is_the_same(running: MakeRunning) -> None:
     schedule = running(
-        {"numbers": (RARELY, DONE), "b": ("after numbers", f"{NOTE}; exit 2")}, ["numbers"]
+        {"numbers": (RARELY, DONE), "b": ("after numbers", f"{NOTE}; exit 2")},
+        ["numbers"],
+        start=False,
     )
-    schedule._shell["numbers"] = DONE
-    schedule.await_said("b: refused: bad configuration after .*")
+    with (schedule.project.folder / "project.yaml").open("a") as file:
+        file.write("rooot: here\n")
+    schedule.start().await_said("b: refused: bad configuration after .*")
     time.sleep(0.3)
     schedule.stop()
     again = Running(schedule.project, schedule._shell, schedule.log.parent)
@@ -467,7 +470,7 @@ def test_each_end_of_a_run_is_told_once_with_its_cause(
         "done published: ",
         "failed killed: killed: it exited with status 1",
         f"killed killed: killed: {killed}",
-        "refused refused: its output shows what is wrong",
+        "refused failed: it exited with status 2, and left no report; its output shows more",
         f"vanished killed: killed: {killed}",
     ]
     eventually(lambda: sorted(told(tmp_path)) == expected, lambda: f"{told(tmp_path)}")

@@ -280,6 +280,8 @@ class _Coordinator:
                     f" computed; the last {self._deaths[-1]}"
                 )
             launcher.start(self._request())
+            # it may take as long to load as the one before
+            self._last_reported_at = time.monotonic()
 
     def _check_lease(self) -> None:
         due = self._lease_checked_at + LEASE_CHECK_S

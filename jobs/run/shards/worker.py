@@ -385,7 +385,12 @@ class _Worker:
         try:
             while True:
                 self._check()
-                attempt, self._next = self._next or self._claim(), None
+                attempt = self._next
+                # not both at once: a thread that still reads ahead may put one there meanwhile
+                if attempt is None:
+                    attempt = self._claim()
+                else:
+                    self._next = None
                 if attempt is not None:
                     self._compute(attempt)
                 elif len(self.folder.results()) == len(self.plan.shards):

@@ -139,7 +139,10 @@ class _Table:
             return self._text(self._metadata / HINT) == str(newest)
 
         def whole(file: File) -> bool:
-            with contextlib.suppress(SnapshotError):
+            with contextlib.suppress(SnapshotError, FileNotFoundError):
+                if not self._storage.local:
+                    # what lies there, and not a copy that is here
+                    self._storage.fetch([file], again=True)
                 check_file(file, again=True)
                 return True
             return False

@@ -12,6 +12,7 @@ import contextlib
 import errno
 import hashlib
 import logging
+import math
 import os
 import shutil
 import threading
@@ -57,6 +58,8 @@ FILE_S = 300.0
 """The same for a file: parts are a few tens of MB."""
 AT_ONCE, RECORDS_AT_ONCE = 8, 32
 """Files that are fetched, or sent, side by side; and records, and listings."""
+CLOCK_S = 600.0
+"""For how long the store's clock goes by what was learnt of it."""
 RECORDS = ".records"
 """Folder of the cache where records are kept; each is believed while it bears the tag that a
 listing has."""
@@ -125,7 +128,7 @@ class ObjectStorage:
         self._proven, self._lock, self._last_ns = False, threading.Lock(), 0
         self._seen = _Seen()
         self._look = _Look()
-        self._ahead_s: float | None = None
+        self._ahead = 0.0, -math.inf
         self._cache_bytes = cache_bytes
         os.register_at_fork(after_in_child=_note_fork)
 
@@ -404,15 +407,24 @@ class ObjectStorage:
         return max(item.modified_ns for item in items) + len(items) if items else None
 
     def now_s(self, folder: Path) -> float:
-        if self._ahead_s is None:
+        ahead_s, learnt_at_s = self._ahead
+        # that clock may have been set right
+        if _awake_s() >= learnt_at_s + CLOCK_S:
             probe = self._folder / f".probe-{uuid.uuid4().hex}"
             self.write(probe, b"")
-            item, now_s = self.stat(probe), _awake_s()
-            self.delete(probe)
+            try:
+                item, learnt_at_s = self.stat(probe), _awake_s()
+            finally:
+                self.delete(probe)
             if item is None:
                 raise _gone(probe)
-            self._ahead_s = item.modified_ns / 1e9 - now_s
-        return _awake_s() + self._ahead_s
+            ahead_s = item.modified_ns / 1e9 - learnt_at_s
+            self._ahead = ahead_s, learnt_at_s
+        return _awake_s() + ahead_s
+
+    def afresh(self, folder: Path) -> None:
+        self._written(self._key(folder))
+        self._seen.clear()
 
     def size_bytes(self, folder: Path) -> int:
         key = self._key(folder)
