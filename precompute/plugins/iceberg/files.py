@@ -13,7 +13,7 @@ import io
 import json
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -90,7 +90,13 @@ class Written(NamedTuple):
     marks: dict[str, tuple[int, str]]
 
 
-def write_version(store: ViewStore, table: str, snapshot: Snapshot, earlier: int | None) -> Written:
+def write_version(
+    store: ViewStore,
+    table: str,
+    snapshot: Snapshot,
+    earlier: int | None,
+    marks: Mapping[str, tuple[int, str]],
+) -> Written:
     """Write what a version needs: of each segment that no version has yet a manifest of its parts
     and one of its kills, and the list of all.
 
@@ -99,25 +105,35 @@ def write_version(store: ViewStore, table: str, snapshot: Snapshot, earlier: int
         table: name of the table's folder, in the view's.
         snapshot: to be a version.
         earlier: the version that has most of its segments; None without any.
+        marks: size and SHA-256 (hex) of each file of earlier versions, by its name: a list that
+            differs tells of no manifest.
 
     Raises:
         SnapshotError: a column is of a type that no table has, or something cannot be read.
         OSError: a file cannot be written.
     """
     try:
-        return _written(store, table, snapshot, earlier)
+        return _written(store, table, snapshot, earlier, marks)
     except _REFUSED as exc:
         raise SnapshotError(f"pyiceberg cannot write it: {type(exc).__name__}: {exc}") from exc
 
 
-def _written(store: ViewStore, table: str, snapshot: Snapshot, earlier: int | None) -> Written:
+def _written(
+    store: ViewStore,
+    table: str,
+    snapshot: Snapshot,
+    earlier: int | None,
+    had_marks: Mapping[str, tuple[int, str]],
+) -> Written:
     number, folder = snapshot.number, store.folder.absolute() / table / "metadata"
     marks = dict[str, tuple[int, str]]()
     schema = schema_of(_columns(store, snapshot))
     known = list[ManifestFile]()
     if earlier is not None:
         path = folder / _list_name(earlier)
-        known += read_manifest_list(_Bytes(str(path), store.storage.read(path)))
+        data = store.storage.read(path)
+        if had_marks.get(path.name) == (len(data), hashlib.sha256(data).hexdigest()):
+            known += read_manifest_list(_Bytes(str(path), data))
     names, manifests = list[str](), list[ManifestFile]()
     for segment in snapshot.segments:
         first = f"{segment.name}-"

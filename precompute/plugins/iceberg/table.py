@@ -297,7 +297,7 @@ class _Versions:
         names = {*snapshot.names}
         shared = {n: len(names.intersection(entries[n].segments)) for n in self._found}
         earlier = max(shared, key=lambda n: shared[n], default=None)
-        written = write_version(self._store, FOLDER, snapshot, earlier)
+        written = write_version(self._store, FOLDER, snapshot, earlier, self._marks)
         self._marks |= written.marks
         entry = {
             "snapshot-id": number,

@@ -90,6 +90,22 @@ def test_each_version_is_the_snapshot_of_its_number(make_project: MakeProject) -
     assert len(list(metadata(scene).glob("v*.json"))) == MOST_METADATA
 
 
+def test_a_damaged_list_of_one_version_tells_the_next_nothing(make_project: MakeProject) -> None:
+    rows = [(i, float(i)) for i in range(400)]
+    scene = make(make_project, rows)
+    scene.run()
+    for step in (1, 2):
+        rows = [(i, x + (i % 40 == step)) for i, x in rows]
+        make(make_project, rows).run()
+        if step == 1:
+            listed = metadata(scene) / f"{2:020d}-list.avro"
+            data = listed.read_bytes()
+            listed.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    found = table_of(scene).scan(snapshot_id=3).to_arrow()
+    ids, doubles = (found.column(name).to_pylist() for name in ("id", "double"))
+    assert dict(zip(ids, doubles, strict=True)) == scene.doubles(3)
+
+
 def test_a_segment_that_only_removes_keys_is_read_as_any_other(make_project: MakeProject) -> None:
     """One whose kills name rows, and a merged one whose kills are tombstones alone: the rows that
     they removed were merged away with their parts."""
