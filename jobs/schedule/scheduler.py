@@ -265,7 +265,12 @@ class Scheduler:
             now = self._ledger.decision(view, self.clock(), others)
             if decision.state != "run":
                 self._tell(view)
-            elif (now.state, now.due) == ("run", decision.due) and not self._stopping.is_set():
+            # one that stands by meanwhile begins nothing
+            elif (
+                (now.state, now.due) == ("run", decision.due)
+                and self._lease is not None
+                and not self._stopping.is_set()
+            ):
                 self._check_root()
                 self._check()
                 self._attempt(view, now)
